@@ -5,7 +5,9 @@ makes the rows the short side. A team of devices may hold one matrix in blocks o
 columns `[..., r, c/t]`: `combine` then sums over the team what runs over columns.
 """
 
+import functools
 import math
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 
@@ -41,13 +43,10 @@ COEFFS: dict[str, tuple[Row, ...]] = {
 # Polar Express divides by a little more than the norm: the safety factor above.
 _NORM_SCALE = {"polar_express": 1.02}
 
-# Powers of two under one of which any float32 norm squares within range. The first
-# is taken wherever it can be, so ordinary matrices are not scaled at all.
-_SCALES = (1.0, 2.0**-80, 2.0**80)
-
-# Added to the eigenvalues of the Gram matrix, which are at most 1. Rounding may turn
-# a small one negative, and the polynomials send negative numbers to infinity.
-_GRAM_SHIFT = 2.0**-22
+# In the Gram iteration a rounding error of the Gram matrix grows with the square of
+# the product of the coefficients a, until X is read again. 421 is what the first four
+# of Polar Express make: all presets of five iterations start from X only once.
+_GROWTH = 512.0
 
 
 def newton_schulz_table(
@@ -67,12 +66,9 @@ def newton_schulz_table(
         TypeError: `ns_steps` is not an int, or `ns_coeffs` not numbers.
         ValueError: no such preset, wrong number of rows or of numbers in a row.
     """
-    try:
-        steps = operator.index(ns_steps)
-    except TypeError:
-        steps = None
-    if steps is None or isinstance(ns_steps, bool):
+    if isinstance(ns_steps, bool) or not hasattr(ns_steps, "__index__"):
         raise TypeError(f"ns_steps must be an int of at least 1, got {ns_steps!r}")
+    steps = operator.index(ns_steps)
     if steps < 1:
         raise ValueError(f"ns_steps must be at least 1, got {ns_steps!r}")
     if isinstance(ns_coeffs, str):
@@ -85,25 +81,27 @@ def newton_schulz_table(
         rows = rows[:steps] + rows[-1:] * (steps - len(rows))
         return rows, _NORM_SCALE.get(ns_coeffs, 1.0)
     try:
-        if all(jnp.ndim(row) == 0 for row in ns_coeffs):
-            ns_coeffs = [ns_coeffs] * steps
-        rows = tuple(tuple(float(number) for number in row) for row in ns_coeffs)
+        single = all(isinstance(row, numbers.Real) for row in ns_coeffs)
+        table = [
+            tuple(map(float, row))
+            for row in ([ns_coeffs] * steps if single else ns_coeffs)
+        ]
     except TypeError as error:
         raise TypeError(
             f"ns_coeffs must be a preset's name ({', '.join(map(repr, COEFFS))}) or "
             f"rows of three Python numbers (a, b, c), got {ns_coeffs!r}"
         ) from error
-    if any(len(row) != 3 or not all(map(math.isfinite, row)) for row in rows):
+    if any(len(row) != 3 or not all(map(math.isfinite, row)) for row in table):
         raise ValueError(
-            f"every row of ns_coeffs must be three finite numbers (a, b, c), "
+            "every row of ns_coeffs must be three finite numbers (a, b, c), "
             f"got {ns_coeffs!r}"
         )
-    if len(rows) != steps:
+    if len(table) != steps:
         raise ValueError(
             f"ns_coeffs must have one row (a, b, c) for each of ns_steps={steps} "
-            f"iterations, got {len(rows)}: give ns_steps={len(rows)}, or one (a, b, c)"
+            f"iterations, got {len(table)}: give ns_steps={len(table)}, or one row"
         )
-    return rows, 1.0
+    return tuple((a, b, c) for a, b, c in table), 1.0
 
 
 def orthogonalize(
@@ -132,29 +130,26 @@ def orthogonalize(
     iterate = {"direct": _direct, "gram": _gram}[method]
     scale, norm = _scale_and_norm(x, combine)
     denominator = norm_scale * norm + jnp.asarray(eps, jnp.float32) * scale
-    denominator = jnp.where(denominator == 0, 1, denominator)
+    denominator = jnp.where(denominator == 0, 1, denominator)[..., None, None]
     return iterate(
-        x * scale[..., None, None].astype(x.dtype),
-        denominator[..., None, None],
-        jnp.asarray(table, jnp.float32),
-        combine,
+        x * scale[..., None, None].astype(x.dtype), denominator, table, combine
     )
 
 
 def _scale_and_norm(x, combine) -> tuple[jax.Array, jax.Array]:
-    """A power of two `[...]` and the Frobenius norm `[...]` of `x` times it.
+    """A power of two `[...]`, and the Frobenius norm `[...]` of `x` times it.
 
-    Squares of 1e30 or 1e-30 leave float32. So the sum is taken under three scales at
-    once, which costs one pass and one `combine`, and the one in range is kept.
+    Squares of 1e30 and of 1e-30 leave float32. So the sum is taken under three scales
+    at once, in one pass and one `combine`, and the first in range is kept: 1 for
+    ordinary matrices, which are left as they are.
     """
+    down, up = 2.0**-80, 2.0**80
     wide = x.astype(jnp.float32)
-    sums = [jnp.sum(jnp.square(wide * s), axis=(-2, -1)) for s in _SCALES]
-    sums = combine(jnp.stack(sums, axis=-1))
-    plain, small, large = sums[..., 0], sums[..., 1], sums[..., 2]
-    pick = jnp.where(plain > 1e30, 1, jnp.where(plain < 1e-20, 2, 0))
-    return jnp.asarray(_SCALES, jnp.float32)[pick], jnp.sqrt(
-        jnp.where(pick == 0, plain, jnp.where(pick == 1, small, large))
-    )
+    sums = [jnp.sum(jnp.square(wide * by), axis=(-2, -1)) for by in (1.0, down, up)]
+    plain, small, large = jnp.unstack(combine(jnp.stack(sums, axis=-1)), axis=-1)
+    outside = [plain > 1e30, plain < 1e-20]
+    scale = jnp.select(outside, [jnp.full_like(plain, by) for by in (down, up)], 1.0)
+    return scale, jnp.sqrt(jnp.select(outside, [small, large], plain))
 
 
 def _direct(x, denominator, table, combine) -> jax.Array:
@@ -163,80 +158,123 @@ def _direct(x, denominator, table, combine) -> jax.Array:
 
     def step(x, row):
         a, b, c = row
-        gram = combine(_outer(x).astype(dtype))
+        gram = combine(_matmul(x, x.mT).astype(dtype))
         poly = (b * gram + c * _matmul(gram, gram)).astype(dtype)
         return (a * x + _matmul(poly, x)).astype(dtype), None
 
-    x = (x.astype(jnp.float32) / denominator).astype(dtype)
-    return lax.scan(step, x, table)[0]
+    x = (x / denominator).astype(dtype)
+    return lax.scan(step, x, jnp.asarray(table, jnp.float32))[0]
 
 
 def _gram(x, denominator, table, combine) -> jax.Array:
     """The same polynomials on A = X X^T alone: X is read at the start and the end.
 
-    With Q = a I + b A + c A A an iteration is X <- Q X, A <- Q A Q. A and the product
-    P of all Q are `float32[..., r, r]` whatever the dtype of `x`: in bfloat16 this
-    iteration diverges. A team sums A once, in float32.
+    With Q = a I + b A + c A A an iteration is X <- Q X, A <- Q A Q. Rounding makes some
+    eigenvalues of A negative; they grow as small positive ones do, and once near -1
+    the next iterations send them to infinity. In bfloat16 that happens at once. So A
+    and the product P of all Q are float32, and long tables start again from X.
     """
-    eye = jnp.eye(x.shape[-2], dtype=jnp.float32)
-    eye = lax.broadcast(eye, x.shape[:-2])
+    exact = x.dtype == jnp.float32
+    product = _matmul if exact else _matmul_split
+    eye = lax.broadcast(jnp.eye(x.shape[-2], dtype=jnp.float32), x.shape[:-2])
 
     def polynomial(gram, row):
         a, b, c = row
-        return a * eye + b * gram + c * _matmul(gram, gram)
+        return a * eye + b * gram + c * product(gram, gram)
 
     def step(carry, row):
-        gram, factor, product = carry
-        gram = _matmul(_matmul(factor, gram), factor)
+        gram, factor, factors = carry
+        gram = product(product(factor, gram), factor)
         factor = polynomial(gram, row)
-        return (gram, factor, _matmul(factor, product)), None
+        return (gram, factor, product(factor, factors)), None
 
-    gram = combine(_outer(x)) / denominator / denominator + _GRAM_SHIFT * eye
-    factor = polynomial(gram, table[0])
-    product = lax.scan(step, (gram, factor, factor), table[1:])[0][2] / denominator
-    if x.dtype == jnp.float32:
-        return _matmul(product, x)
-    # P reaches 1000: rounded to bfloat16 it would drown the large singular vectors.
-    # Two bfloat16 terms hold 16 bits of it, and X has only eight.
-    high = lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
-    low = product - high
-    result = _matmul(high.astype(x.dtype), x) + _matmul(low.astype(x.dtype), x)
-    return result.astype(x.dtype)
+    for segment in _segments(table):
+        rows = jnp.asarray(segment, jnp.float32)
+        gram = combine(_matmul(x, x.mT)) / denominator / denominator
+        factor = polynomial(gram, rows[0])
+        factors = lax.scan(step, (gram, factor, factor), rows[1:])[0][2] / denominator
+        # P reaches 1000: rounded to bfloat16 it would drown the large singular vectors.
+        if exact:
+            x = _matmul(factors, x)
+        else:
+            high, low = _split(factors)
+            x = (_matmul(high, x) + _matmul(low, x)).astype(x.dtype)
+        denominator = jnp.ones_like(denominator)
+    return x
+
+
+def _segments(table) -> list[tuple[Row, ...]]:
+    """The rows of `table` between which the Gram iteration starts again from X."""
+    segments: list[tuple[Row, ...]] = []
+    growth = 1.0
+    for row in table:
+        if not segments or growth > _GROWTH:
+            segments.append(())
+            growth = 1.0
+        segments[-1] += (row,)
+        growth *= max(1.0, abs(row[0]))
+    return segments
+
+
+def gram_restarts(table: Sequence[Row]) -> int:
+    """How often "gram" reads X again in between: 0 for five iterations of a preset."""
+    return len(_segments(table)) - 1
 
 
 def _matmul(x, y) -> jax.Array:
-    """x y in float32: bfloat16 operands in one pass, float32 at full precision."""
-    return jnp.matmul(
-        x,
-        y,
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    """x y in float32; float32 operands at full precision, six passes on a TPU."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _outer(x) -> jax.Array:
-    """x x^T over the columns, in float32."""
-    return _matmul(x, x.mT)
+def _matmul_split(x, y) -> jax.Array:
+    """x y of float32 matrices to 16 bits, in three bfloat16 passes.
+
+    What `Precision.HIGH` is on a TPU; spelled out because on a GPU that is TF32, too
+    coarse here, and on a CPU nothing.
+    """
+    (x_high, x_low), (y_high, y_low) = _split(x), _split(y)
+    left = jnp.concatenate([x_high, x_high, x_low], axis=-1)
+    return _matmul(left, jnp.concatenate([y_high, y_low, y_high], axis=-2))
 
 
-def ns_flops(r: int, c: int, *, steps: int, method: str, dtype, team: int = 1) -> float:
+def _split(x) -> tuple[jax.Array, jax.Array]:
+    """Two bfloat16 matrices whose sum is the float32 `x` to 16 bits."""
+    # Not a cast there and back, which XLA may drop as excess precision.
+    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+
+
+def ns_flops(
+    r: int, c: int, *, steps: int, method: str, dtype, team: int = 1, restarts: int = 0
+) -> float:
     """Operations per device to orthogonalize one whole `[r, c]` matrix.
 
-    Two per multiply-add; a float32 product counts as the six bfloat16 passes that
-    full precision takes on a TPU.
+    Two per multiply-add, times the bfloat16 passes of the product. `restarts` matters
+    to "gram" alone.
     """
-    passes = 6 if dtype == jnp.float32 else 1
+    exact = dtype == jnp.float32
     long, short = 2.0 * r * r * c / team, 2.0 * r**3
     if method == "direct":
-        return passes * steps * (2 * long + short)
-    applied = 1 if dtype == jnp.float32 else 2
-    return passes * (1 + applied) * long + 6 * (4 * steps - 3) * short
-
-
-def cheaper_method(r: int, c: int, *, steps: int, dtype, team: int = 1) -> str:
-    """ "direct" or "gram", by operations per device; "direct" on a tie."""
-    direct, gram = (
-        ns_flops(r, c, steps=steps, method=method, dtype=dtype, team=team)
-        for method in ("direct", "gram")
+        return (6 if exact else 1) * steps * (2 * long + short)
+    segments = 1 + restarts
+    return (
+        segments * (12 if exact else 3) * long
+        + (4 * steps - 3 * segments) * (6 if exact else 3) * short
     )
-    return "gram" if gram < direct else "direct"
+
+
+def cheaper_method(
+    r: int, c: int, *, steps: int, dtype, team: int = 1, restarts: int = 0
+) -> str:
+    """ "direct" or "gram", by operations per device; "direct" on a tie.
+
+    In float32 always "direct": "gram" squares the condition number there, and is
+    less accurate.
+    """
+    if dtype == jnp.float32:
+        return "direct"
+    cost = functools.partial(
+        ns_flops, r, c, steps=steps, dtype=dtype, team=team, restarts=restarts
+    )
+    return "gram" if cost(method="gram") < cost(method="direct") else "direct"
