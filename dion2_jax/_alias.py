@@ -1,0 +1,206 @@
+"""dion2: scale_by_dion2 for matrices, AdamW for the rest."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dion2_jax import _arguments as check
+from dion2_jax._matrices import matrix_dimension_numbers
+from dion2_jax._scaling import ADJUST_LR, scale_by_shape
+from dion2_jax._transform import (
+    SCALE_BY_DION2_STATIC_ARGS,
+    is_dimensions,
+    scale_by_dion2,
+)
+from dion2_jax._trees import leaf_paths, name_of, resolve_entries
+
+STATIC_ARGS = (
+    *SCALE_BY_DION2_STATIC_ARGS,
+    *("adjust_lr", "adjust_fraction", "weight_decay_mask"),
+)
+
+
+def dion2(
+    learning_rate: optax.ScalarOrSchedule,
+    fraction: float = 0.25,
+    ef_decay: jax.typing.ArrayLike = 0.95,
+    *,
+    selection: str = "local",
+    select_axis: str = "sharded",
+    score: str = "l1",
+    seed: int = 0,
+    ns_coeffs="polar_express",
+    ns_steps: int = 5,
+    ns_method: str = "direct",
+    ns_dtype=jnp.bfloat16,
+    newton_schulz_fn: Callable[[jax.Array], jax.Array] | None = None,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype=None,
+    neuron_beta2: jax.typing.ArrayLike | None = None,
+    weight_dimension_numbers=None,
+    weight_splits=None,
+    param_shardings=None,
+    share_replicas: bool = True,
+    max_exchange_bytes: int = 256 * 2**20,
+    adjust_lr: str | None = "spectral_norm",
+    adjust_fraction: bool = False,
+    weight_decay: jax.typing.ArrayLike = 0.01,
+    weight_decay_mask=None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: jax.typing.ArrayLike = 0.9,
+    adam_b2: jax.typing.ArrayLike = 0.95,
+    adam_eps: jax.typing.ArrayLike = 1e-8,
+    adam_weight_decay: jax.typing.ArrayLike = 0.01,
+) -> optax.GradientTransformationExtraArgs:
+    """Dion2 for matrices, AdamW for all other parameters.
+
+    One step of a matrix X with update U is X <- X - lr (factor U + weight_decay X),
+    which equals the reference's order of operations.
+
+    Args:
+        learning_rate: a number or a schedule.
+        fraction: share of the slices of every matrix selected, in (0, 1]; the paper's
+            alpha.
+        ef_decay: decay of the selected slices of momentum; the paper's mu.
+        selection, select_axis, score, seed, ns_coeffs, ns_steps, ns_method, ns_dtype,
+            newton_schulz_fn, eps, mu_dtype, neuron_beta2, weight_splits,
+            param_shardings, share_replicas, max_exchange_bytes: as in
+            `scale_by_dion2`.
+        weight_dimension_numbers: as in `scale_by_dion2`; where an entry is None, the
+            leaf goes to AdamW. None: `matrix_dimension_numbers`.
+        adjust_lr: factor of the update by the whole matrix' shape: "spectral_norm":
+            sqrt(fan_out / fan_in); "rms_norm": 0.2 sqrt(max(fan_out, fan_in)); None.
+        adjust_fraction: also multiply by 1 / sqrt(fraction): weight decay acts on all
+            slices at every step, the update only on a fraction of them.
+        weight_decay: of the matrices, times the learning rate.
+        weight_decay_mask: which matrices decay, as in `optax.add_decayed_weights`.
+        adam_learning_rate: of AdamW; None: the same.
+        adam_b1, adam_b2, adam_eps, adam_weight_decay: of AdamW.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+        ValueError, TypeError: as in `scale_by_dion2`.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> params = {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+        >>> tx = dion2(1e-2)
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> jax.tree.map(jnp.shape, optax.apply_updates(params, updates))
+        {'bias': (6,), 'kernel': (4, 6)}
+
+    References:
+        Ahn, Xu, Abreu, Magakyan, Fan: Dion2, 2025, https://arxiv.org/abs/2512.16928.
+    """
+    fraction = check.check_fraction(fraction, "STATIC_ARGS")
+    check.check_choice("adjust_lr", adjust_lr, ADJUST_LR)
+    check.check_bool("adjust_fraction", adjust_fraction)
+    for name, value in (
+        *(("weight_decay", weight_decay), ("adam_b1", adam_b1), ("adam_b2", adam_b2)),
+        *(("adam_eps", adam_eps), ("adam_weight_decay", adam_weight_decay)),
+    ):
+        check.check_number(name, value)
+    _check_rate("learning_rate", learning_rate)
+    if adam_learning_rate is not None:
+        _check_rate("adam_learning_rate", adam_learning_rate)
+    rule = weight_dimension_numbers
+    if rule is None:
+        rule = matrix_dimension_numbers
+    arguments = dict(
+        selection=selection,
+        select_axis=select_axis,
+        score=score,
+        seed=seed,
+        ns_coeffs=ns_coeffs,
+        ns_steps=ns_steps,
+        ns_method=ns_method,
+        ns_dtype=ns_dtype,
+        newton_schulz_fn=newton_schulz_fn,
+        eps=eps,
+        mu_dtype=mu_dtype,
+        neuron_beta2=neuron_beta2,
+        weight_splits=weight_splits,
+        param_shardings=param_shardings,
+        share_replicas=share_replicas,
+        max_exchange_bytes=max_exchange_bytes,
+    )
+    scale_by_dion2(fraction, ef_decay, **arguments)  # checks the arguments now
+
+    def transformation(tree):
+        """The optimizer for a tree: its rule may need leaves that the parts mask."""
+        paths, leaves, treedef = leaf_paths(tree)
+        for path, x in zip(paths, leaves, strict=True):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise TypeError(
+                    f"parameter {name_of(path)!r} of shape {tuple(x.shape)} has dtype "
+                    f"{x.dtype}; expected a real floating dtype. Leave it out with "
+                    f"optax.masked or optax.partition"
+                )
+        entries = resolve_entries("weight_dimension_numbers", rule, tree, is_dimensions)
+        known = dict(zip(paths, entries, strict=True))
+
+        def dimensions(part):
+            return [known[path] for path in leaf_paths(part)[0]]
+
+        def dimensions_tree(part):
+            return leaf_paths(part)[2].unflatten(dimensions(part))
+
+        def labels(_):
+            return treedef.unflatten(["dion2" if e else "adam" for e in entries])
+
+        matrices = optax.chain(
+            scale_by_dion2(
+                *(fraction, ef_decay),
+                weight_dimension_numbers=dimensions_tree,
+                **arguments,
+            ),
+            scale_by_shape(
+                dimensions, adjust_lr, fraction**-0.5 if adjust_fraction else 1.0
+            ),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+        rest = optax.adamw(
+            learning_rate if adam_learning_rate is None else adam_learning_rate,
+            *(adam_b1, adam_b2, adam_eps),
+            weight_decay=adam_weight_decay,
+        )
+        return optax.partition({"dion2": matrices, "adam": _stable(rest)}, labels)
+
+    def init(params):
+        return transformation(params).init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "dion2 decays weights and needs the parameters: call "
+                "update(updates, state, params)"
+            )
+        return transformation(params).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_rate(name: str, value) -> None:
+    if not callable(value):
+        check.check_number(name, value)
+
+
+def _stable(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """AdamW whose updates and state keep the dtypes they have after init.
+
+    Plain AdamW's drift with bfloat16 parameters and float32 gradients or learning
+    rates, and cost a second compilation.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra_args):
+        new, after = tx.update(updates, state, params, **extra_args)
+        keep = lambda x, like: x.astype(like.dtype)  # noqa: E731
+        return jax.tree.map(keep, new, updates), jax.tree.map(keep, after, state)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)

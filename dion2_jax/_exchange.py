@@ -1,0 +1,191 @@
+"""The two all-to-alls: selected slices to the matrices' owners, and the results home.
+
+Inside shard_map. A group's stack is `[N, k, c/q]`: k slices a device of N matrices
+whose other axis lies on q devices. An owner sees whole submatrices `[repeat, p k, c]`;
+in a team of t, an equal block of the long side.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dion2_jax._plan import Exchange, Group, Segment, Slot
+
+
+def send(exchange: Exchange, groups, stacks) -> list[dict[int, jax.Array]]:
+    """What this device owns, for every slot and group of the slot.
+
+    Where a slot mixes groups, each group's entry reads the device's piece as one of
+    that group; `owned_segment` tells which one is meant.
+    """
+    columns = []
+    for slot in exchange.slots:
+        rows = [
+            _to_owners(stacks[s.group], groups[s.group], s, slot, exchange)
+            for s in slot.segments
+        ]
+        rows = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+        columns.append(_pad(rows, exchange.owners))
+    buffer = jnp.concatenate(columns, axis=1) if len(columns) > 1 else columns[0]
+    if exchange.owners > exchange.devices:
+        shape = (-1, exchange.devices, buffer.shape[1])
+        replica = lax.axis_index(exchange.replicas)
+        buffer = lax.dynamic_index_in_dim(buffer.reshape(shape), replica, 0, False)
+    buffer = _all_to_all(buffer, exchange)
+    owned, start = [], 0
+    for slot in exchange.slots:
+        width = slot.repeat * exchange.piece // slot.team
+        piece = lax.slice_in_dim(buffer, start, start + width, axis=1)
+        start += width
+        owned.append(
+            {
+                s.group: _assemble(piece, groups[s.group], slot, exchange)
+                for s in slot.segments
+            }
+        )
+    return owned
+
+
+def bring_home(exchange: Exchange, groups, owned) -> list[tuple[Segment, jax.Array]]:
+    """Every segment's results `[count, k, c/q]`, from what the owners made of them."""
+    columns = [
+        select_owned(
+            exchange,
+            slot,
+            [
+                _disassemble(made[s.group], groups[s.group], slot, exchange)
+                for s in slot.segments
+            ],
+        )
+        for slot, made in zip(exchange.slots, owned, strict=True)
+    ]
+    buffer = jnp.concatenate(columns, axis=1) if len(columns) > 1 else columns[0]
+    buffer = _all_to_all(buffer, exchange)
+    if exchange.owners > exchange.devices:
+        buffer = lax.all_gather(buffer, exchange.replicas, tiled=True)
+    home, start = [], 0
+    for slot in exchange.slots:
+        width = slot.repeat * exchange.piece // slot.team
+        rows = lax.slice_in_dim(buffer, start, start + width, axis=1)
+        start += width
+        row = 0
+        for s in slot.segments:
+            used = _positions(s, slot) * slot.team
+            part = lax.slice_in_dim(rows, row, row + used)
+            home.append((s, _from_owners(part, groups[s.group], s, slot)))
+            row += used
+    return home
+
+
+def select_owned(exchange: Exchange, slot: Slot, choices: list):
+    """Of one array for every segment of a slot, the one this device owns."""
+    chosen, position = choices[0], 0
+    for segment, choice in zip(slot.segments[1:], choices[1:], strict=True):
+        position += _positions(slot.segments[0], slot) if not position else 0
+        here = _position(exchange, slot) >= position
+        chosen = jnp.where(here, choice, chosen)
+        position += _positions(segment, slot)
+    return chosen
+
+
+def owned_rows(exchange: Exchange, slot: Slot, tables: list[jax.Array]) -> jax.Array:
+    """`[repeat, k]`: rows of the tables `[N, k]` for the matrices this device owns."""
+    rows = []
+    for segment, table in zip(slot.segments, tables, strict=True):
+        part = lax.slice_in_dim(table, segment.first, segment.first + segment.count)
+        part = _pad(part, _positions(segment, slot) * slot.repeat)
+        rows.append(part.reshape(-1, slot.repeat, table.shape[1]))
+    rows = _pad(jnp.concatenate(rows), exchange.owners // slot.team)
+    return lax.dynamic_index_in_dim(rows, _position(exchange, slot), 0, False)
+
+
+def team_groups(exchange: Exchange, slot: Slot) -> list[list[int]]:
+    """Devices of every team, as `axis_index_groups` over replicas and exchange axes."""
+    t = slot.team
+    return [[*range(i, i + t)] for i in range(0, exchange.owners, t)]
+
+
+def _positions(segment: Segment, slot: Slot) -> int:
+    return -(-segment.count // slot.repeat)
+
+
+def _position(exchange: Exchange, slot: Slot):
+    """Which of the slot's owners (devices or teams) this device belongs to."""
+    axes = exchange.replicas + exchange.axes
+    return lax.axis_index(axes) // slot.team if axes else 0
+
+
+def _all_to_all(buffer: jax.Array, exchange: Exchange) -> jax.Array:
+    if exchange.devices == 1:
+        return buffer
+    return lax.all_to_all(buffer, exchange.axes, 0, 0, tiled=True)
+
+
+def _pad(x: jax.Array, size: int) -> jax.Array:
+    """Zero rows up to `size`: zero matrices cost nothing in accuracy."""
+    widths = [(0, size - x.shape[0], 0), *((0, 0, 0) for _ in x.shape[1:])]
+    return lax.pad(x, jnp.zeros((), x.dtype), widths) if x.shape[0] < size else x
+
+
+def _to_owners(stack, group: Group, segment: Segment, slot: Slot, exchange: Exchange):
+    """`[owners of the segment, elements]`: for every owner what it gets from here."""
+    part = lax.slice_in_dim(stack, segment.first, segment.first + segment.count)
+    positions, t, n = _positions(segment, slot), slot.team, slot.repeat
+    part = _pad(part, positions * n)
+    k, c = part.shape[1:]
+    if group.splits_rows():
+        part = part.reshape(positions, n, t, k // t, c).transpose(0, 2, 1, 3, 4)
+    else:
+        part = part.reshape(positions, n, k, t, c // t).transpose(0, 3, 1, 2, 4)
+    return part.reshape(positions * t, n * exchange.piece // t)
+
+
+def _from_owners(rows, group: Group, segment: Segment, slot: Slot):
+    """The inverse of `_to_owners`, without the padding."""
+    positions, t, n = _positions(segment, slot), slot.team, slot.repeat
+    k, c = group.k, group.c_local
+    if group.splits_rows():
+        part = rows.reshape(positions, t, n, k // t, c).transpose(0, 2, 1, 3, 4)
+    else:
+        part = rows.reshape(positions, t, n, k, c // t).transpose(0, 2, 3, 1, 4)
+    return lax.slice_in_dim(part.reshape(positions * n, k, c), 0, segment.count)
+
+
+def _block(group: Group, slot: Slot) -> tuple[int, int]:
+    """Local piece of one matrix for one member of a team."""
+    if group.splits_rows():
+        return group.k // slot.team, group.c_local
+    return group.k, group.c_local // slot.team
+
+
+def _device_axes(group: Group, exchange: Exchange) -> tuple[list[int], list[int]]:
+    """Positions of the group's two sets of mesh axes in those of the exchange."""
+    at = exchange.axes.index
+    return [at(a) for a in group.select_mesh], [at(a) for a in group.other_mesh]
+
+
+def _assemble(piece, group: Group, slot: Slot, exchange: Exchange):
+    """`[repeat, p k, c]` from `[devices, elements]`: slices join, columns join."""
+    k, c = _block(group, slot)
+    rows, cols = _device_axes(group, exchange)
+    d = len(exchange.sizes)
+    x = piece.reshape(*exchange.sizes, slot.repeat, k, c)
+    x = x.transpose(d, *rows, d + 1, *cols, d + 2)
+    p, q = (math.prod(exchange.sizes[i] for i in axes) for axes in (rows, cols))
+    return x.reshape(slot.repeat, p * k, q * c)
+
+
+def _disassemble(x, group: Group, slot: Slot, exchange: Exchange):
+    """The inverse of `_assemble`."""
+    k, c = _block(group, slot)
+    rows, cols = _device_axes(group, exchange)
+    order = [len(exchange.sizes), *rows, len(exchange.sizes) + 1, *cols]
+    order.append(len(exchange.sizes) + 2)
+    sizes = (
+        *(slot.repeat, *(exchange.sizes[i] for i in rows), k),
+        *(*(exchange.sizes[i] for i in cols), c),
+    )
+    x = x.reshape(sizes).transpose([order.index(i) for i in range(len(order))])
+    return x.reshape(exchange.devices, slot.repeat * k * c)

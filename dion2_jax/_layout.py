@@ -1,0 +1,289 @@
+"""How one leaf lies: array type, given sharding and dimension numbers -> a Layout.
+
+A leaf's axes fall in three groups: batch axes (each index its own matrix), the
+reduction axes and the output axes. One of the two matrix groups is selected from.
+Array values are never read here.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers
+
+Names = tuple[str, ...]
+
+SELECT_AXES = ("sharded", "shorter", "output", "reduction")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where one leaf lies, and which slices of it are selected.
+
+    shape: of the whole array. names: the mesh axes that shard each array axis.
+    mesh: None without one. batch, select, other: the array axes of the three groups.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[Names, ...]
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+    batch: tuple[int, ...]
+    select: tuple[int, ...]
+    other: tuple[int, ...]
+    select_is_output: bool
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The partition of the whole array, one entry an axis."""
+        return PartitionSpec(*(names or None for names in self.names))
+
+    def mesh_axes(self, axes) -> Names:
+        """Mesh axes longer than 1 that shard the given array axes."""
+        names = (name for axis in axes for name in self.names[axis])
+        return tuple(name for name in names if self.mesh.shape[name] > 1)
+
+    def local_sizes(self, axes) -> tuple[int, ...]:
+        """Sizes of the given array axes on one device."""
+        return tuple(self.shape[axis] // shards(self, axis) for axis in axes)
+
+    @property
+    def replicas(self) -> Names:
+        """Mesh axes longer than 1 that shard nothing of the leaf, in mesh order."""
+        if self.mesh is None:
+            return ()
+        used = {name for names in self.names for name in names}
+        shape = self.mesh.shape
+        return tuple(a for a in shape if a not in used and shape[a] > 1)
+
+
+def shards(layout: Layout, axis: int) -> int:
+    """Number of shards of one array axis."""
+    return math.prod(layout.mesh.shape[name] for name in layout.names[axis])
+
+
+def resolve_layout(
+    path: str, x, sharding, dimensions, select_axis: str, *, neurons: bool = False
+) -> Layout:
+    """The layout of leaf `x`.
+
+    Args:
+        path: of the leaf, for messages.
+        x: an array, tracer or `ShapeDtypeStruct`.
+        sharding: the entry of `param_shardings`, or None.
+        dimensions: `MuonDimensionNumbers` of the leaf.
+        select_axis: one of `SELECT_AXES`.
+        neurons: normalized per neuron: only output slices can be selected.
+
+    Raises:
+        ValueError: the layout is unknown, contradictory or not supported.
+    """
+    reduction, output = matrix_axes(path, x.shape, dimensions)
+    mesh, names = find_sharding(path, x, sharding)
+    check_spec(path, x.shape, mesh, names)
+    taken = {*reduction, *output}
+    batch = tuple(a for a in range(len(x.shape)) if a not in taken)
+    layout = Layout(path, tuple(x.shape), names, mesh, batch, output, reduction, True)
+    if not select_output(layout, reduction, output, select_axis, neurons):
+        if neurons:
+            raise ValueError(
+                f"{describe_leaf(path, x.shape)}: neuron_beta2 normalizes whole "
+                f"neurons, so slices of the output axis must be selected, but "
+                f"select_axis={select_axis!r} comes to the reduction axis: use "
+                f"select_axis='output'"
+            )
+        return Layout(
+            path, tuple(x.shape), names, mesh, batch, reduction, output, False
+        )
+    return layout
+
+
+def select_output(layout, reduction, output, select_axis, neurons) -> bool:
+    """Whether slices of the output axis are selected, else of the reduction axis."""
+    if select_axis in ("output", "reduction"):
+        return select_axis == "output"
+    sizes = [math.prod(layout.shape[a] for a in axes) for axes in (output, reduction)]
+    shorter = sizes[0] <= sizes[1]
+    if select_axis == "shorter":
+        return shorter
+    if neurons:
+        return True
+    counts = [
+        math.prod(shards(layout, a) for a in axes) for axes in (output, reduction)
+    ]
+    return shorter if counts[0] == counts[1] else counts[0] > counts[1]
+
+
+def matrix_axes(path, shape, dimensions) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Reduction and output axes as non-negative ints."""
+    if not isinstance(dimensions, MuonDimensionNumbers):
+        raise ValueError(
+            f"{describe_leaf(path, shape)}: expected optax.contrib."
+            f"MuonDimensionNumbers for a matrix, got {dimensions!r}. Name the "
+            f"reduction and output axes in weight_dimension_numbers, or give the leaf "
+            f"to another optimizer (dion2 gives it to AdamW)"
+        )
+    groups = []
+    for axes in dimensions:
+        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        if any(not -len(shape) <= a < len(shape) for a in axes):
+            raise ValueError(
+                f"{describe_leaf(path, shape)}: {dimensions} names an axis that an "
+                f"array of rank {len(shape)} does not have"
+            )
+        groups.append(tuple(a % len(shape) for a in axes))
+    taken = groups[0] + groups[1]
+    if not all(groups) or len(set(taken)) != len(taken):
+        raise ValueError(
+            f"{describe_leaf(path, shape)}: {dimensions} must name at least one "
+            f"reduction and one output axis, and no axis twice"
+        )
+    return groups[0], groups[1]
+
+
+def find_sharding(path: str, x, entry) -> tuple:
+    """The mesh (or None) and the mesh axes of every array axis."""
+    rank = len(x.shape)
+    typed = type_sharding(path, x)
+    mesh = typed.mesh
+    live = [a for a in mesh.axis_names if mesh.shape[a] > 1]
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(kinds[a] == AxisType.Manual for a in live):
+        raise ValueError(
+            f"{describe_leaf(path, x.shape, mesh)}: called inside a shard_map, where "
+            f"only one shard is visible: call the optimizer outside of it"
+        )
+    explicit = [a for a in live if kinds[a] == AxisType.Explicit]
+    names = spec_names(path, x.shape, typed.spec)
+    if entry is None:
+        if len(explicit) < len(live):
+            raise ValueError(
+                f"{describe_leaf(path, x.shape, mesh)}: its sharding over Auto mesh "
+                f"axes cannot be read from its type. Pass "
+                f"param_shardings=dion2_jax.shardings_of(params), or "
+                f"param_shardings=jax.sharding.PartitionSpec() if it is replicated"
+            )
+        if mesh.empty:
+            return None, ((),) * rank
+        return concrete_mesh(x, mesh), names
+    given_mesh, spec = entry_sharding(path, x, entry)
+    given = spec_names(path, x.shape, spec)
+    if not mesh.empty and dict(mesh.shape) != dict(given_mesh.shape):
+        raise ValueError(
+            f"{describe_leaf(path, x.shape, mesh)}: param_shardings gives it a "
+            f"sharding on another mesh, {dict(given_mesh.shape)}: take the shardings "
+            f"from the parameters, param_shardings=dion2_jax.shardings_of(params)"
+        )
+    # On Explicit axes the type is the truth; on Auto axes only an array knows it.
+    known = {a: found for a, found in axis_of(names).items() if a in explicit}
+    told = axis_of(given)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        actual = x.sharding
+        if isinstance(actual, NamedSharding) and len(explicit) < len(live):
+            known = axis_of(spec_names(path, x.shape, actual.spec))
+            explicit = live
+    if any(known.get(a) != told.get(a) for a in explicit):
+        raise ValueError(
+            f"{describe_leaf(path, x.shape, mesh)}: param_shardings says {spec}, but "
+            f"the array is sharded as {getattr(x, 'sharding', typed).spec}: pass "
+            f"param_shardings=dion2_jax.shardings_of(params)"
+        )
+    return given_mesh, given
+
+
+def type_sharding(path: str, x) -> NamedSharding:
+    """The sharding in the type of `x`: mesh and, on Explicit axes, the partition."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        if isinstance(x.sharding, NamedSharding):
+            return x.sharding
+        x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        named = isinstance(x.sharding, NamedSharding)
+        if not named and len(x.sharding.device_set) > 1:
+            raise ValueError(
+                f"{describe_leaf(path, x.shape)}: lies on several devices by a "
+                f"{type(x.sharding).__name__}, which names no mesh axes: place it with "
+                f"a jax.sharding.NamedSharding"
+            )
+    return jax.typeof(x).sharding
+
+
+def concrete_mesh(x, mesh):
+    """The mesh with devices where the array has one: eager calls need it."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        return x.sharding.mesh
+    return mesh
+
+
+def entry_sharding(path: str, x, entry) -> tuple:
+    """Mesh and PartitionSpec of one entry of `param_shardings`."""
+    if isinstance(entry, NamedSharding):
+        return entry.mesh, entry.spec
+    if isinstance(entry, PartitionSpec):
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(
+                f"{describe_leaf(path, x.shape)}: param_shardings gives {entry} "
+                f"without a mesh and none is set: use jax.set_mesh(mesh), or give "
+                f"jax.sharding.NamedSharding(mesh, {entry})"
+            )
+        return mesh, entry
+    raise ValueError(
+        f"{describe_leaf(path, x.shape)}: an entry of param_shardings must be a "
+        f"jax.sharding.NamedSharding or PartitionSpec, got {entry!r}"
+    )
+
+
+def spec_names(path: str, shape, spec) -> tuple[Names, ...]:
+    """The partition with one tuple of mesh axes for every array axis."""
+    entries = tuple(spec)
+    if len(entries) > len(shape):
+        raise ValueError(
+            f"{describe_leaf(path, shape)}: the partition {spec} has {len(entries)} "
+            f"entries for an array of rank {len(shape)}"
+        )
+    names = []
+    for entry in entries:
+        if entry is None or isinstance(entry, str):
+            names.append((entry,) if entry else ())
+        elif isinstance(entry, tuple):
+            names.append(entry)
+        else:
+            raise ValueError(
+                f"{describe_leaf(path, shape)}: the partition {spec} leaves an axis "
+                f"open; say which mesh axes shard it, or None"
+            )
+    return (*names, *((),) * (len(shape) - len(entries)))
+
+
+def axis_of(names: tuple[Names, ...]) -> dict[str, tuple[int, int]]:
+    """Where every mesh axis is used: array axis and position in its tuple."""
+    return {a: (i, j) for i, used in enumerate(names) for j, a in enumerate(used)}
+
+
+def check_spec(path: str, shape, mesh, names) -> None:
+    """Raises unless mesh axes exist, are used once, and divide their array axes."""
+    used = [a for axis in names for a in axis]
+    unknown = [a for a in used if mesh is None or a not in mesh.shape]
+    twice = sorted({a for a in used if used.count(a) > 1})
+    if unknown or twice:
+        what = f"no mesh axis {unknown[0]!r}" if unknown else f"{twice[0]!r} used twice"
+        raise ValueError(
+            f"{describe_leaf(path, shape, mesh)}: the partition {names} is not one of "
+            f"this mesh: {what}"
+        )
+    for size, axes in zip(shape, names, strict=True):
+        count = math.prod(mesh.shape[a] for a in axes)
+        if size % count:
+            raise ValueError(
+                f"{describe_leaf(path, shape, mesh)}: an axis of size {size} cannot be "
+                f"sharded over {axes} in {count} equal shards: pad it to "
+                f"{-(-size // count) * count}, or replicate it"
+            )
+
+
+def describe_leaf(path: str, shape, mesh=None) -> str:
+    """How messages name a leaf."""
+    where = "" if mesh is None or mesh.empty else f" on mesh {dict(mesh.shape)}"
+    return f"parameter {path!r} of shape {tuple(shape)}{where}"

@@ -1,0 +1,47 @@
+"""The shape-dependent factor of the update, `adjust_lr` in the reference."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dion2_jax._layout import matrix_axes
+from dion2_jax._trees import leaf_paths, name_of
+
+ADJUST_LR = ("spectral_norm", "rms_norm", None)
+
+
+def shape_factor(fan_in: int, fan_out: int, adjust_lr: str | None) -> float:
+    """sqrt(fan_out / fan_in), 0.2 sqrt(max(fan_out, fan_in)), or 1."""
+    if adjust_lr == "spectral_norm":
+        return math.sqrt(fan_out / fan_in) if fan_in else 1.0
+    if adjust_lr == "rms_norm":
+        return 0.2 * math.sqrt(max(fan_out, fan_in))
+    return 1.0
+
+
+def scale_by_shape(
+    dimensions: Callable, adjust_lr: str | None, factor: float
+) -> optax.GradientTransformation:
+    """Scales every matrix by `factor` times its shape factor, from whole shapes.
+
+    Args:
+        dimensions: updates -> `MuonDimensionNumbers` of every leaf, as a list.
+        adjust_lr: one of `ADJUST_LR`.
+        factor: common to all matrices.
+    """
+
+    def update(updates, state, params=None):
+        del params
+        paths, leaves, treedef = leaf_paths(updates)
+        scaled = []
+        for path, x, axes in zip(paths, leaves, dimensions(updates), strict=True):
+            groups = matrix_axes(name_of(path), x.shape, axes)
+            fans = (math.prod(x.shape[a] for a in axes) for axes in groups)
+            scale = factor * shape_factor(*fans, adjust_lr)
+            scaled.append(x * jnp.asarray(scale, x.dtype) if scale != 1 else x)
+        return jax.tree_util.tree_unflatten(treedef, scaled), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)

@@ -1,0 +1,390 @@
+"""scale_by_dion2: state, init and update of the transformation alone."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers
+
+from dion2_jax import _arguments as check
+from dion2_jax._layout import SELECT_AXES, Layout, describe_leaf, resolve_layout
+from dion2_jax._matrices import matrix_dimension_numbers
+from dion2_jax._orthogonalize import (
+    cheaper_method,
+    gram_restarts,
+    newton_schulz_table,
+    ns_flops,
+)
+from dion2_jax._plan import Plan, make_plan
+from dion2_jax._selection import SCORES
+from dion2_jax._step import Options, dion2_step
+from dion2_jax._trees import leaf_paths, name_of, resolve_entries
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+
+SCALE_BY_DION2_STATIC_ARGS = (
+    *("fraction", "selection", "select_axis", "score", "seed", "ns_coeffs"),
+    *("ns_steps", "ns_method", "ns_dtype", "newton_schulz_fn", "mu_dtype"),
+    *("weight_dimension_numbers", "weight_splits", "param_shardings"),
+    *("share_replicas", "max_exchange_bytes"),
+)
+
+
+class ScaleByDion2State(NamedTuple):
+    """State of `scale_by_dion2`: arrays only, momentum sharded as the parameters are.
+
+    count: int32[], steps taken. mu: momentum, shaped and sharded like the parameters.
+    nu: float32 second moments like the parameters with reduction axes of size 1, or
+    None without `neuron_beta2`.
+    """
+
+    count: jax.Array
+    mu: Any
+    nu: Any = None
+
+
+def is_dimensions(x) -> bool:
+    """Whether `x` is one entry of `weight_dimension_numbers`."""
+    return isinstance(x, MuonDimensionNumbers)
+
+
+def is_sharding(x) -> bool:
+    """Whether `x` is one entry of `param_shardings`."""
+    return isinstance(x, NamedSharding | PartitionSpec)
+
+
+def shardings_of(params):
+    """The sharding of every leaf, for the argument `param_shardings`.
+
+    Args:
+        params: tree of arrays, or of `ShapeDtypeStruct`s with shardings. Call it
+            outside of `jit`: a tracer on Auto axes does not know its sharding.
+
+    Returns:
+        The same tree of `jax.sharding.NamedSharding`, None for an array on one device.
+
+    Raises:
+        ValueError: a leaf is sharded, but not by a NamedSharding.
+        TypeError: a leaf has no sharding, or is a tracer.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> shardings_of({"w": jnp.zeros((2, 3))})
+        {'w': None}
+    """
+    paths, leaves, treedef = leaf_paths(params)
+    shardings = []
+    for path, x in zip(paths, leaves, strict=True):
+        if isinstance(x, jax.core.Tracer) or not hasattr(x, "sharding"):
+            raise TypeError(
+                f"shardings_of needs arrays, got {type(x).__name__} for "
+                f"{name_of(path)!r}: call it outside of jit, on the placed parameters"
+            )
+        sharding = x.sharding
+        if not isinstance(sharding, NamedSharding):
+            if sharding is not None and len(sharding.device_set) > 1:
+                raise ValueError(
+                    f"{describe_leaf(name_of(path), x.shape)}: lies on several devices "
+                    f"by a {type(sharding).__name__}, which names no mesh axes: place "
+                    f"it with a jax.sharding.NamedSharding"
+                )
+            sharding = None
+        shardings.append(sharding)
+    return jax.tree_util.tree_unflatten(treedef, shardings)
+
+
+def scale_by_dion2(
+    fraction: float = 0.25,
+    ef_decay: jax.typing.ArrayLike = 0.95,
+    *,
+    selection: str = "local",
+    select_axis: str = "sharded",
+    score: str = "l1",
+    seed: int = 0,
+    ns_coeffs="polar_express",
+    ns_steps: int = 5,
+    ns_method: str = "direct",
+    ns_dtype=jnp.bfloat16,
+    newton_schulz_fn: Callable[[jax.Array], jax.Array] | None = None,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype=None,
+    neuron_beta2: jax.typing.ArrayLike | None = None,
+    weight_dimension_numbers=None,
+    weight_splits=None,
+    param_shardings=None,
+    share_replicas: bool = True,
+    max_exchange_bytes: int = 256 * 2**20,
+) -> optax.GradientTransformationExtraArgs:
+    """Momentum of which the heaviest slices are orthogonalized, sharded throughout.
+
+    Every step adds the gradient to the momentum, selects the top slices of every
+    matrix (rows or columns) by their norm, orthogonalizes the selected submatrix by
+    Newton-Schulz, and decays the selected slices of the momentum alone. The update is
+    the orthogonalized submatrix in place, zero elsewhere, in the gradient's dtype.
+
+    Args:
+        fraction: share of the slices selected, in (0, 1]; the paper's alpha.
+        ef_decay: what selected slices of momentum are multiplied by; the paper's mu.
+            May be traced.
+        selection: "local": the top slices of every shard. "global": those of the whole
+            matrix, the same on every mesh.
+        select_axis: "sharded": the sharded matrix axis (both: the one with more shards;
+            none: the shorter, on a tie the output axis). "shorter": by shape alone.
+            "output" or "reduction": that axis. With `neuron_beta2` "sharded" means
+            "output".
+        score: what slices are ranked by: "l1", "l2" or "random".
+        seed: of `score="random"`; reproducible from seed and step.
+        ns_coeffs: "polar_express", "classic", "muon", a table of (a, b, c), or one.
+        ns_steps: Newton-Schulz iterations.
+        ns_method: "direct", "gram" (on the Gram matrix), or "auto": the cheaper.
+        ns_dtype: bfloat16 or float32 (full-precision products), in which the selected
+            slices travel and are orthogonalized.
+        newton_schulz_fn: `f([batch, r, c]) -> [batch, r, c]`, r <= c, in place of the
+            four above and `eps`.
+        eps: added to the scaled Frobenius norm. May be traced.
+        mu_dtype: dtype of the momentum; None: the parameter's.
+        neuron_beta2: None, or the decay of NorDion2's second moment per neuron, by
+            which the update is rescaled. May be traced.
+        weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers` per leaf: tree,
+            prefix, one for all, or a function of the parameters. None:
+            `matrix_dimension_numbers`.
+        weight_splits: sizes of the blocks of fused weights; not available yet.
+        param_shardings: `NamedSharding` or `PartitionSpec` per leaf: tree, prefix, one
+            for all, or a function. Needed on Auto mesh axes, whose arrays do not carry
+            their partition in their type.
+        share_replicas: devices that hold the same matrices divide the orthogonalization
+            among them and gather the results.
+        max_exchange_bytes: largest buffer of one all-to-all on a device; more goes in
+            several rounds.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs` with `ScaleByDion2State`.
+
+    Raises:
+        ValueError, TypeError: an argument, or a leaf's layout, shape or dtype. The
+            message names it, what was found and what was expected.
+
+    References:
+        Ahn, Xu, Abreu, Magakyan, Fan: Dion2, 2025, https://arxiv.org/abs/2512.16928.
+    """
+    fraction = check.check_fraction(fraction, "SCALE_BY_DION2_STATIC_ARGS")
+    check.check_number("ef_decay", ef_decay)
+    check.check_number("eps", eps)
+    check.check_number("neuron_beta2", neuron_beta2, optional=True)
+    check.check_choice("selection", selection, ("local", "global"))
+    check.check_choice("select_axis", select_axis, SELECT_AXES)
+    check.check_choice("score", score, SCORES)
+    check.check_choice("ns_method", ns_method, ("direct", "gram", "auto"))
+    seed = check.check_int("seed", seed, 0)
+    max_exchange_bytes = check.check_int("max_exchange_bytes", max_exchange_bytes, 1)
+    check.check_bool("share_replicas", share_replicas)
+    check.check_callable("newton_schulz_fn", newton_schulz_fn)
+    dtype = check.check_dtype("ns_dtype", ns_dtype, (jnp.bfloat16, jnp.float32))
+    momentum_dtype = check.check_dtype("mu_dtype", mu_dtype, FLOATS, optional=True)
+    table, norm_scale = newton_schulz_table(ns_coeffs, ns_steps)
+    if weight_splits is not None:
+        raise NotImplementedError(
+            "weight_splits is not available yet: pass the blocks as separate parameters"
+        )
+    options = Options(
+        *(score, seed, table, norm_scale, ns_method, dtype, newton_schulz_fn),
+        per_shard=selection == "local",
+    )
+
+    def layouts_of(tree) -> list[Layout]:
+        paths, leaves, _ = leaf_paths(tree)
+        dimensions = weight_dimension_numbers
+        if dimensions is None:
+            dimensions = matrix_dimension_numbers
+        dimensions = resolve_entries(
+            "weight_dimension_numbers", dimensions, tree, is_dimensions
+        )
+        shardings = resolve_entries(
+            "param_shardings", param_shardings, tree, is_sharding
+        )
+        layouts = []
+        for path, x, sharding, axes in zip(
+            paths, leaves, shardings, dimensions, strict=True
+        ):
+            if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+                raise TypeError(
+                    f"{describe_leaf(name_of(path), x.shape)} has dtype {x.dtype}; "
+                    f"expected one of {', '.join(jnp.dtype(f).name for f in FLOATS)}. "
+                    f"Leave it out with optax.masked or optax.partition"
+                )
+            layouts.append(
+                resolve_layout(
+                    *(name_of(path), x, sharding, axes, select_axis),
+                    neurons=neuron_beta2 is not None,
+                )
+            )
+        return layouts
+
+    def init(params) -> ScaleByDion2State:
+        _, leaves, treedef = leaf_paths(params)
+        layouts = layouts_of(params)
+        mu = [_zeros_like(p, momentum_dtype or p.dtype) for p in leaves]
+        nu = None
+        if neuron_beta2 is not None:
+            nu = [
+                jnp.max(z.astype(jnp.float32), axis=x.other, keepdims=True, initial=0)
+                for z, x in zip(mu, layouts, strict=True)
+            ]
+            nu = treedef.unflatten(nu)
+        return ScaleByDion2State(jnp.zeros((), jnp.int32), treedef.unflatten(mu), nu)
+
+    def update(updates, state, params=None, **extra_args):
+        del params, extra_args
+        paths, momenta, treedef = leaf_paths(state.mu)
+        layouts = layouts_of(state.mu)
+        grads = treedef.flatten_up_to(updates)
+        nus = (
+            [None] * len(grads) if state.nu is None else treedef.flatten_up_to(state.nu)
+        )
+        if (state.nu is None) != (neuron_beta2 is None):
+            raise ValueError(
+                f"the state {'has no' if state.nu is None else 'has'} second moments "
+                f"(nu), but neuron_beta2={neuron_beta2!r}: init a new state, or give "
+                f"the neuron_beta2 the state was made with"
+            )
+        results: list = [(None, m, n) for m, n in zip(momenta, nus, strict=True)]
+        by_mesh: dict = {}
+        for i, (g, layout) in enumerate(zip(grads, layouts, strict=True)):
+            if g is not None:
+                if g.shape != momenta[i].shape:
+                    raise ValueError(
+                        f"{describe_leaf(name_of(paths[i]), momenta[i].shape)}: its "
+                        f"gradient has shape {tuple(g.shape)}"
+                    )
+                by_mesh.setdefault(layout.mesh, []).append(i)
+        scalars = tuple(
+            None if x is None else jnp.asarray(x, jnp.float32)
+            for x in (ef_decay, eps, neuron_beta2)
+        )
+        for mesh, indices in by_mesh.items():
+            plan = plan_of(
+                [layouts[i] for i in indices],
+                [momenta[i].dtype for i in indices],
+                options,
+                fraction=fraction,
+                selection=selection,
+                share_replicas=share_replicas,
+                max_exchange_bytes=max_exchange_bytes,
+            )
+            args = [
+                (_laid_as(grads[i], layouts[i]), momenta[i], nus[i]) for i in indices
+            ]
+            run = _compiled(mesh, plan, options, tuple(indices))
+            done = run(args, (*scalars, state.count))
+            for i, result in zip(indices, done, strict=True):
+                results[i] = result
+        new_updates, mu, nu = zip(*results, strict=True) if results else ((), (), ())
+        return treedef.unflatten(new_updates), ScaleByDion2State(
+            optax.safe_increment(state.count),
+            treedef.unflatten(mu),
+            None if state.nu is None else treedef.unflatten(nu),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def plan_of(
+    layouts, dtypes, options: Options, *, max_exchange_bytes: int, **arguments
+) -> Plan:
+    """The plan of leaves on one mesh, costs counted for the options given."""
+    steps, restarts = len(options.table), gram_restarts(options.table)
+
+    def method(r, c, team):
+        if options.method != "auto":
+            return options.method
+        return cheaper_method(
+            r, c, steps=steps, dtype=options.dtype, team=team, restarts=restarts
+        )
+
+    def flops(r, c, team):
+        return ns_flops(
+            *(r, c),
+            steps=steps,
+            method=method(r, c, team),
+            dtype=options.dtype,
+            team=team,
+            restarts=restarts,
+        )
+
+    def reduced(r, c):
+        if method(r, c, 1) == "direct":
+            return steps * r * r
+        return (1 + restarts) * r * r * 4 / options.dtype.itemsize
+
+    return make_plan(
+        layouts,
+        dtypes,
+        **arguments,
+        max_elements=max(1, max_exchange_bytes // options.dtype.itemsize),
+        flops=flops,
+        reduced_elements=reduced,
+        itemsize=options.dtype.itemsize,
+        teams=options.newton_schulz_fn is None,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(mesh, plan: Plan, options: Options, positions: tuple[int, ...]):
+    """The jitted step of the leaves of one mesh; cached for calls outside of jit."""
+
+    def step(leaves, scalars):
+        placed = [
+            (*leaf, position) for leaf, position in zip(leaves, positions, strict=True)
+        ]
+        return dion2_step(plan, options, placed, scalars)
+
+    if mesh is None:
+        return jax.jit(step)
+    specs = [
+        (x.spec, x.spec, _nu_spec(x)) for x in plan.layouts
+    ]  # gradient or update, momentum, second moments
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec()),
+            out_specs=specs,
+            check_vma=False,  # psum over groups of devices needs it
+        )
+    )
+
+
+def _nu_spec(layout: Layout) -> PartitionSpec:
+    return PartitionSpec(
+        *(
+            None if axis in layout.other else (names or None)
+            for axis, names in enumerate(layout.names)
+        )
+    )
+
+
+def _zeros_like(p, dtype) -> jax.Array:
+    # Depends on p: plain zeros lose its devices and sharding under jit.
+    return jnp.where(p == p, 0, 0).astype(dtype)
+
+
+def _laid_as(g, layout: Layout):
+    """The gradient in the parameter's layout; only Explicit axes refuse another."""
+    if layout.mesh is None:
+        return g
+    kinds = dict(zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True))
+    typed = jax.typeof(g).sharding
+    explicit = any(kind == AxisType.Explicit for kind in kinds.values())
+    if not explicit or typed.mesh.empty or typed.spec == layout.spec:
+        return g
+    spec = PartitionSpec(
+        *(
+            tuple(a for a in names if kinds[a] == AxisType.Explicit) or None
+            for names in layout.names
+        )
+    )
+    return jax.sharding.reshard(g, NamedSharding(layout.mesh, spec))

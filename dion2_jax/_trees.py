@@ -1,0 +1,75 @@
+"""Per-leaf arguments: a tree, a prefix, one entry for all, or a callable.
+
+Entries are found by path, in both directions: an entry may stand above its leaves (a
+prefix) or one level below a leaf, as an nnx `Param` keeps its array under "value".
+"""
+
+from collections.abc import Callable
+
+import jax
+
+Path = tuple[str, ...]
+
+
+def leaf_paths(tree) -> tuple[list[Path], list, jax.tree_util.PyTreeDef]:
+    """Path and value of every leaf, and the tree's structure."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return [_plain(path) for path, _ in leaves], [x for _, x in leaves], treedef
+
+
+def name_of(path: Path) -> str:
+    """A path as messages show it."""
+    return "/".join(path) or "the parameter"
+
+
+def resolve_entries(argument: str, given, tree, is_entry: Callable) -> list:
+    """The entry of every leaf of `tree`; None where the argument is None.
+
+    Args:
+        argument: name of the argument, for messages.
+        given: its value.
+        tree: parameters, or momentum of the same structure.
+        is_entry: whether an object is one entry.
+
+    Raises:
+        ValueError: a leaf without an entry, or with several.
+        TypeError: an entry of the wrong type.
+    """
+    paths, _, _ = leaf_paths(tree)
+    if callable(given) and not is_entry(given) and jax.tree_util.all_leaves([given]):
+        given = given(tree)
+    if given is None or is_entry(given):
+        return [given] * len(paths)
+    entries = {
+        _plain(path): entry
+        for path, entry in jax.tree_util.tree_flatten_with_path(
+            given, is_leaf=lambda x: x is None or is_entry(x)
+        )[0]
+    }
+    return [_entry(argument, path, entries, is_entry) for path in paths]
+
+
+def _entry(argument: str, path: Path, entries: dict, is_entry):
+    above = [path[:i] for i in range(len(path), -1, -1) if path[:i] in entries]
+    below = [p for p in entries if p[: len(path)] == path]
+    if not above and len(below) != 1:
+        found = "several entries" if below else "no entry"
+        raise ValueError(
+            f"{argument} has {found} for the parameter {name_of(path)!r}: give a tree "
+            f"of the parameters' structure, a prefix of it, or one entry for all. It "
+            f"has entries for: {', '.join(map(name_of, list(entries)[:5]))}"
+        )
+    entry = entries[above[0] if above else below[0]]
+    if entry is not None and not is_entry(entry):
+        raise TypeError(
+            f"{argument} has for the parameter {name_of(path)!r} an entry of type "
+            f"{type(entry).__name__}: {entry!r}"
+        )
+    return entry
+
+
+def _plain(path) -> Path:
+    return tuple(
+        str(next(getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a)))
+        for k in path
+    )
