@@ -8,6 +8,7 @@ from dion2_jax._transform import (
     scale_by_dion2,
     shardings_of,
 )
+from dion2_jax.describe import describe
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,7 @@ __all__ = [
     "SCALE_BY_DION2_STATIC_ARGS",
     "STATIC_ARGS",
     "ScaleByDion2State",
+    "describe",
     "dion2",
     "matrix_dimension_numbers",
     "scale_by_dion2",

@@ -196,33 +196,10 @@ def scale_by_dion2(
     )
 
     def layouts_of(tree) -> list[Layout]:
-        paths, leaves, _ = leaf_paths(tree)
-        dimensions = weight_dimension_numbers
-        if dimensions is None:
-            dimensions = matrix_dimension_numbers
-        dimensions = resolve_entries(
-            "weight_dimension_numbers", dimensions, tree, is_dimensions
+        return resolve_layouts(
+            *(tree, weight_dimension_numbers, param_shardings, select_axis),
+            neurons=neuron_beta2 is not None,
         )
-        shardings = resolve_entries(
-            "param_shardings", param_shardings, tree, is_sharding
-        )
-        layouts = []
-        for path, x, sharding, axes in zip(
-            paths, leaves, shardings, dimensions, strict=True
-        ):
-            if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-                raise TypeError(
-                    f"{describe_leaf(name_of(path), x.shape)} has dtype {x.dtype}; "
-                    f"expected one of {', '.join(jnp.dtype(f).name for f in FLOATS)}. "
-                    f"Leave it out with optax.masked or optax.partition"
-                )
-            layouts.append(
-                resolve_layout(
-                    *(name_of(path), x, sharding, axes, select_axis),
-                    neurons=neuron_beta2 is not None,
-                )
-            )
-        return layouts
 
     def init(params) -> ScaleByDion2State:
         _, leaves, treedef = leaf_paths(params)
@@ -290,6 +267,37 @@ def scale_by_dion2(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def resolve_layouts(
+    tree, weight_dimension_numbers, param_shardings, select_axis: str, *, neurons: bool
+) -> list[Layout]:
+    """The layout of every leaf; arguments as in `scale_by_dion2`."""
+    paths, leaves, _ = leaf_paths(tree)
+    dimensions = resolve_entries(
+        "weight_dimension_numbers",
+        matrix_dimension_numbers
+        if weight_dimension_numbers is None
+        else weight_dimension_numbers,
+        *(tree, is_dimensions),
+    )
+    shardings = resolve_entries("param_shardings", param_shardings, tree, is_sharding)
+    layouts = []
+    for path, x, sharding, axes in zip(
+        paths, leaves, shardings, dimensions, strict=True
+    ):
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise TypeError(
+                f"{describe_leaf(name_of(path), x.shape)} has dtype {x.dtype}; "
+                f"expected one of {', '.join(jnp.dtype(f).name for f in FLOATS)}. "
+                f"Leave it out with optax.masked or optax.partition"
+            )
+        layouts.append(
+            resolve_layout(
+                *(name_of(path), x, sharding, axes, select_axis), neurons=neurons
+            )
+        )
+    return layouts
 
 
 def plan_of(

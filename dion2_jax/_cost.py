@@ -1,0 +1,116 @@
+"""Bytes through the interconnect and operations of a plan, per device and step.
+
+Counted as in the text of a compiled step: result bytes of every collective, the
+device's own part included; an all-reduce once. Operations are those of Newton-Schulz.
+"""
+
+import math
+from dataclasses import dataclass
+
+from dion2_jax._orthogonalize import cheaper_method, gram_restarts, ns_flops
+from dion2_jax._plan import Exchange, Group, Plan
+from dion2_jax._step import Options
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Result bytes of collectives by kind, and operations, per device and step."""
+
+    all_to_all: float = 0
+    all_reduce: float = 0
+    all_gather: float = 0
+    operations: float = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.all_to_all + other.all_to_all,
+            self.all_reduce + other.all_reduce,
+            self.all_gather + other.all_gather,
+            self.operations + other.operations,
+        )
+
+    def scaled(self, share: float) -> "Cost":
+        """This cost times `share`."""
+        return Cost(
+            self.all_to_all * share,
+            self.all_reduce * share,
+            self.all_gather * share,
+            self.operations * share,
+        )
+
+    @property
+    def bytes(self) -> float:
+        """Of all collectives."""
+        return self.all_to_all + self.all_reduce + self.all_gather
+
+
+def exchange_cost(exchange: Exchange, options: Options) -> Cost:
+    """Of one exchange and of what is orthogonalized in it."""
+    itemsize = options.dtype.itemsize
+    buffer = exchange.buffer * itemsize
+    cost = Cost(
+        all_to_all=2 * buffer if exchange.devices > 1 else 0,
+        all_gather=buffer * math.prod(exchange.replica_sizes)
+        if exchange.owners > exchange.devices
+        else 0,
+    )
+    steps, restarts = len(options.table), gram_restarts(options.table)
+    r, c = exchange.shape
+    for slot in exchange.slots:
+        method = options.method
+        if method == "auto":
+            method = cheaper_method(
+                *(r, c),
+                steps=steps,
+                dtype=options.dtype,
+                team=slot.team,
+                restarts=restarts,
+            )
+        work = 0.0
+        if options.newton_schulz_fn is None:
+            work = slot.repeat * ns_flops(
+                *(r, c),
+                steps=steps,
+                method=method,
+                dtype=options.dtype,
+                team=slot.team,
+                restarts=restarts,
+            )
+        reduced = 0
+        if slot.team > 1:
+            gram = steps * itemsize if method == "direct" else (1 + restarts) * FLOAT32
+            reduced = slot.repeat * (gram * r * r + 3 * FLOAT32)
+        cost += Cost(all_reduce=reduced, operations=work)
+    return cost
+
+
+def group_cost(group: Group, options: Options, neurons: bool) -> Cost:
+    """Of one group's scores and second moments: a few numbers a matrix."""
+    numbers = 0
+    if group.other_mesh and options.score != "random":
+        numbers += group.n_local * (1 if options.score == "l1" else 2)
+    if group.compact is not None:
+        numbers += group.n
+    if neurons and group.other_mesh:
+        numbers += group.k
+    if neurons and group.select_mesh and not options.per_shard:
+        numbers += 2
+    return Cost(all_reduce=group.size * numbers * FLOAT32)
+
+
+def leaf_costs(plan: Plan, options: Options, neurons: bool) -> list[Cost]:
+    """Of every leaf: its matrices' share of what is spent on their exchanges."""
+    costs = [Cost() for _ in plan.layouts]
+    per_group = [group_cost(g, options, neurons) for g in plan.groups]
+    for exchange in plan.exchanges:
+        segments = [s for slot in exchange.slots for s in slot.segments]
+        total = sum(s.count for s in segments)
+        cost = exchange_cost(exchange, options)
+        for s in segments:
+            per_group[s.group] += cost.scaled(s.count / total)
+    for group, cost in zip(plan.groups, per_group, strict=True):
+        for leaf, count in zip(group.leaves, group.counts, strict=True):
+            costs[leaf] += cost.scaled(count / group.size)
+    return costs

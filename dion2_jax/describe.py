@@ -1,0 +1,231 @@
+"""A table of what will happen to every leaf, before it happens. Nothing is computed."""
+
+import inspect
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from dion2_jax import _arguments as check
+from dion2_jax._alias import dion2
+from dion2_jax._cost import Cost, leaf_costs
+from dion2_jax._layout import Layout
+from dion2_jax._matrices import matrix_rule
+from dion2_jax._orthogonalize import newton_schulz_table
+from dion2_jax._plan import Plan
+from dion2_jax._step import Options
+from dion2_jax._transform import (
+    is_dimensions,
+    plan_of,
+    resolve_layouts,
+    shardings_of,
+)
+from dion2_jax._trees import leaf_paths, name_of, resolve_entries
+
+HEADER = ("parameter", "shape", "by", "why", "selects", "exchange", "MB", "GFLOP")
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Row:
+    """One leaf: `cost` is per device and step; `selects` and `exchange` are "" where
+    AdamW takes the leaf."""
+
+    path: str
+    shape: str
+    taken_by: str
+    why: str
+    selects: str
+    exchange: str
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Description:
+    """Rows, one a leaf, and totals per device and step; `str` is a table."""
+
+    rows: tuple[Row, ...]
+    total: Cost
+
+    def __str__(self) -> str:
+        lines = [HEADER] + [_cells(row) for row in self.rows]
+        lines.append(("total", *("",) * 5, *_costs(self.total)))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+        over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+        # Shorten words and paths first, then shapes; never the costs.
+        for i, least in ((3, 8), (0, 16), (5, 12), (4, 20), (1, 16), (0, 8)):
+            cut = max(0, min(over, widths[i] - least))
+            widths[i] -= cut
+            over -= cut
+        return "\n".join(
+            "  ".join(
+                _fit(cell, width, right=i >= 6, tail=i == 0)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+    def __rich__(self):
+        from rich.table import Table  # rich calls this, so it is there
+
+        table = Table()
+        for i, name in enumerate(HEADER):
+            table.add_column(name, justify="right" if i >= 6 else "left")
+        for row in self.rows:
+            table.add_row(*_cells(row))
+        table.add_section()
+        table.add_row("total", *("",) * 5, *_costs(self.total))
+        return table
+
+
+def describe(params, fraction: float = 0.25, **arguments) -> Description:
+    """What `dion2` with these arguments will do to every leaf.
+
+    Args:
+        params: tree of arrays or `ShapeDtypeStruct`s. Where `param_shardings` is not
+            given, the shardings are read from them.
+        fraction, arguments: of `dion2`, without the learning rate.
+
+    Returns:
+        A `Description`: print it. Bytes are result bytes of the collectives per device
+        and step, the device's own part included; operations those of Newton-Schulz.
+
+    Raises:
+        ValueError, TypeError: as `dion2` and its `init` would.
+
+    Examples:
+        >>> print(describe({"w": jnp.zeros((8, 16)), "b": jnp.zeros(16)}))
+        parameter  shape      by     why     selects           exchange  MB     GFLOP
+        b          f32[16]    adamw  rank 1                               0         0
+        w          f32[8,16]  dion2  rank 2  2 of 8 reduction  #0 none    0  1.36e-06
+        total                                                             0  1.36e-06
+    """
+    dion2(0.0, fraction, **arguments)  # raises for wrong arguments
+    given = {
+        name: p.default for name, p in inspect.signature(dion2).parameters.items()
+    } | arguments
+    fraction = check.check_fraction(fraction, "STATIC_ARGS")
+    table, norm_scale = newton_schulz_table(given["ns_coeffs"], given["ns_steps"])
+    neurons = given["neuron_beta2"] is not None
+    options = Options(
+        *(given["score"], given["seed"], table, norm_scale, given["ns_method"]),
+        *(jnp.dtype(given["ns_dtype"]), given["newton_schulz_fn"]),
+        per_shard=given["selection"] == "local",
+    )
+    paths, leaves, treedef = leaf_paths(params)
+    shapes = {path: x.shape for path, x in zip(paths, leaves, strict=True)}
+    given_rule = given["weight_dimension_numbers"]
+    if given_rule is None:
+        ruled = [matrix_rule(p, x, shapes) for p, x in zip(paths, leaves, strict=True)]
+    else:
+        entries = resolve_entries(
+            "weight_dimension_numbers", given_rule, params, is_dimensions
+        )
+        ruled = [(e, "given" if e else "not given") for e in entries]
+    shardings = given["param_shardings"]
+    if shardings is None:
+        shardings = shardings_of(params)
+    # The rest is masked as optax.partition masks it: None is no leaf.
+    matrices = treedef.unflatten(
+        [x if e else None for x, (e, _) in zip(leaves, ruled, strict=True)]
+    )
+    dimensions = treedef.unflatten([e for e, _ in ruled])
+    layouts = resolve_layouts(
+        *(matrices, dimensions, shardings, given["select_axis"]), neurons=neurons
+    )
+    found: dict[int, tuple[Layout, str, str, Cost]] = {}
+    taken = [i for i, (e, _) in enumerate(ruled) if e]
+    for mesh in dict.fromkeys(x.mesh for x in layouts):
+        here = [n for n, x in enumerate(layouts) if x.mesh == mesh]
+        plan = plan_of(
+            [layouts[n] for n in here],
+            [given["mu_dtype"] or leaves[taken[n]].dtype for n in here],
+            options,
+            fraction=fraction,
+            selection=given["selection"],
+            share_replicas=given["share_replicas"],
+            max_exchange_bytes=given["max_exchange_bytes"],
+        )
+        costs = leaf_costs(plan, options, neurons)
+        for leaf, n in enumerate(here):
+            words = _words(plan, leaf)
+            found[taken[n]] = (layouts[n], *words, costs[leaf])
+    rows = []
+    for i, (path, x, (_, why)) in enumerate(zip(paths, leaves, ruled, strict=True)):
+        layout, selects, exchange, cost = found.get(i, (None, "", "", Cost()))
+        by = ("dion3" if neurons else "dion2") if layout else "adamw"
+        shape = _shape(x, layout)
+        rows.append(Row(name_of(path), shape, by, why, selects, exchange, cost))
+    return Description(tuple(rows), sum((row.cost for row in rows), Cost()))
+
+
+def _words(plan: Plan, leaf: int) -> tuple[str, str]:
+    """What is selected of a leaf, and over which mesh axes it travels."""
+    layout = plan.layouts[leaf]
+    g = next((i for i, g in enumerate(plan.groups) if leaf in g.leaves), None)
+    if g is None:
+        return "nothing: empty", "none"
+    group = plan.groups[g]
+    axis = "output" if layout.select_is_output else "reduction"
+    count, of, where = group.k, group.n_local, ""
+    if group.compact is not None:
+        count, of = group.compact, group.n
+    elif group.n_local < group.n:
+        where = " a shard"
+    matrices = group.counts[group.leaves.index(leaf)]
+    times = f", {matrices}x" if matrices > 1 else ""
+    exchanges = [
+        e
+        for e in plan.exchanges
+        if any(s.group == g for slot in e.slots for s in slot.segments)
+    ]
+    teams = sorted(
+        {
+            slot.team
+            for e in exchanges
+            for slot in e.slots
+            if slot.team > 1 and any(s.group == g for s in slot.segments)
+        }
+    )
+    words = ",".join(exchanges[0].axes) or "none"
+    if exchanges[0].replicas:
+        words += f" shared by {','.join(exchanges[0].replicas)}"
+    if teams:
+        words += f" teams of {teams[0]}"
+    if len(exchanges) > 1:
+        words += f" {len(exchanges)} rounds"
+    return f"{count} of {of} {axis}{where}{times}", f"#{g} {words}"
+
+
+def _shape(x, layout: Layout | None) -> str:
+    """`f32[24,2048@fsdp,8192]`."""
+    kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+    sharding = getattr(x, "sharding", None)
+    names: tuple = ((),) * len(x.shape)
+    if layout is not None:
+        names = layout.names
+    elif isinstance(sharding, jax.sharding.NamedSharding):
+        spec = tuple(sharding.spec) + (None,) * (len(x.shape) - len(sharding.spec))
+        names = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in spec)
+    sizes = [
+        f"{size}@{'+'.join(axes)}" if axes else str(size)
+        for size, axes in zip(x.shape, names, strict=True)
+    ]
+    return f"{kind.get(jnp.dtype(x.dtype).name, x.dtype)}[{','.join(sizes)}]"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        *(row.path, row.shape, row.taken_by, row.why, row.selects, row.exchange),
+        *_costs(row.cost),
+    )
+
+
+def _costs(cost: Cost) -> tuple[str, str]:
+    return f"{cost.bytes / 1e6:.3g}", f"{cost.operations / 1e9:.3g}"
+
+
+def _fit(cell: str, width: int, *, right: bool, tail: bool) -> str:
+    if len(cell) > width:
+        cell = "…" + cell[1 - width :] if tail else cell[: width - 1] + "…"
+    return cell.rjust(width) if right else cell.ljust(width)
