@@ -18,7 +18,7 @@ def check_fraction(fraction, static_args: str) -> float:
         )
     if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real):
         raise TypeError(f"fraction must be a number in (0, 1], got {fraction!r}")
-    if not 0 < fraction <= 1:
+    if not 0 < float(fraction) <= 1:
         raise ValueError(f"fraction must lie in (0, 1], got {fraction!r}")
     return float(fraction)
 

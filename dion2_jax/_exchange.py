@@ -22,11 +22,11 @@ def send(exchange: Exchange, groups, stacks) -> list[dict[int, jax.Array]]:
     """
     columns = []
     for slot in exchange.slots:
-        rows = [
+        dealt = [
             _to_owners(stacks[s.group], groups[s.group], s, slot, exchange)
             for s in slot.segments
         ]
-        rows = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+        rows = jnp.concatenate(dealt) if len(dealt) > 1 else dealt[0]
         columns.append(_pad(rows, exchange.owners))
     buffer = jnp.concatenate(columns, axis=1) if len(columns) > 1 else columns[0]
     if exchange.owners > exchange.devices:
@@ -92,12 +92,12 @@ def select_owned(exchange: Exchange, slot: Slot, choices: list):
 
 def owned_rows(exchange: Exchange, slot: Slot, tables: list[jax.Array]) -> jax.Array:
     """`[repeat, k]`: rows of the tables `[N, k]` for the matrices this device owns."""
-    rows = []
+    dealt = []
     for segment, table in zip(slot.segments, tables, strict=True):
         part = lax.slice_in_dim(table, segment.first, segment.first + segment.count)
         part = _pad(part, _positions(segment, slot) * slot.repeat)
-        rows.append(part.reshape(-1, slot.repeat, table.shape[1]))
-    rows = _pad(jnp.concatenate(rows), exchange.owners // slot.team)
+        dealt.append(part.reshape(-1, slot.repeat, table.shape[1]))
+    rows = _pad(jnp.concatenate(dealt), exchange.owners // slot.team)
     return lax.dynamic_index_in_dim(rows, _position(exchange, slot), 0, False)
 
 

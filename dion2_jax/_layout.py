@@ -7,6 +7,7 @@ Array values are never read here.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -22,13 +23,14 @@ class Layout:
     """Where one leaf lies, and which slices of it are selected.
 
     shape: of the whole array. names: the mesh axes that shard each array axis.
-    mesh: None without one. batch, select, other: the array axes of the three groups.
+    mesh: a Mesh or AbstractMesh, or None. batch, select, other: the array axes of the
+    three groups.
     """
 
     path: str
     shape: tuple[int, ...]
     names: tuple[Names, ...]
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+    mesh: Any
     batch: tuple[int, ...]
     select: tuple[int, ...]
     other: tuple[int, ...]
@@ -211,9 +213,9 @@ def type_sharding(path: str, x) -> NamedSharding:
 
 def concrete_mesh(x, mesh):
     """The mesh with devices where the array has one: eager calls need it."""
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-        return x.sharding.mesh
-    return mesh
+    if isinstance(x, jax.core.Tracer):
+        return mesh
+    return getattr(x.sharding, "mesh", mesh)
 
 
 def entry_sharding(path: str, x, entry) -> tuple:

@@ -160,7 +160,8 @@ def make_plan(
     for leaf, (layout, dtype) in enumerate(zip(layouts, dtypes, strict=True)):
         key = _group_key(layout, dtype, fraction, selection)
         members.setdefault(key, []).append(leaf)
-    groups, classes = [], {}
+    groups: list[Group] = []
+    classes: dict[tuple, list[int]] = {}
     for key, leaves in members.items():
         fields, _, replicas = key
         counts = tuple(
@@ -188,7 +189,7 @@ def make_plan(
             moved = 2 * math.prod(sizes) * piece / team * (math.prod(sizes) > 1)
             reduced = 2 * reduced_elements(*shape) * (team > 1)
             return (
-                flops(*shape, team) / OPERATIONS_PER_SECOND
+                flops(shape[0], shape[1], team) / OPERATIONS_PER_SECOND
                 + (moved + reduced) * itemsize / BYTES_PER_SECOND
             )
 
@@ -205,7 +206,9 @@ def _group_key(layout: Layout, dtype, fraction: float, selection: str) -> tuple:
     )
     n_local = math.prod(layout.local_sizes(layout.select))
     c_local = math.prod(layout.local_sizes(layout.other))
-    k, compact, order = slice_count(fraction, n_local), None, ()
+    k = slice_count(fraction, n_local)
+    compact: int | None = None
+    order: tuple[tuple[int, int], ...] = ()
     if selection == "global" and n_local < n:
         compact = slice_count(fraction, n)
         # Any shard may hold all that is selected.
@@ -255,7 +258,9 @@ def _deal(indices, groups, owners: int, cost, teams: bool) -> list[Slot]:
 
 def _rounds(slots, owners: int, slot_elements: int, most: int) -> list[tuple]:
     """Slots cut into rounds of at most `most` elements each, one slot at the least."""
-    rounds, current, room = [], [], most
+    rounds: list[tuple] = []
+    current: list[Slot] = []
+    room = most
     for slot in slots:
         first, left = slot.segments[0].first, slot.repeat
         each = slot_elements // slot.team

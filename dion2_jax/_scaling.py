@@ -39,8 +39,8 @@ def scale_by_shape(
         scaled = []
         for path, x, axes in zip(paths, leaves, dimensions(updates), strict=True):
             groups = matrix_axes(name_of(path), x.shape, axes)
-            fans = (math.prod(x.shape[a] for a in axes) for axes in groups)
-            scale = factor * shape_factor(*fans, adjust_lr)
+            fan_in, fan_out = (math.prod(x.shape[a] for a in axes) for axes in groups)
+            scale = factor * shape_factor(fan_in, fan_out, adjust_lr)
             scaled.append(x * jnp.asarray(scale, x.dtype) if scale != 1 else x)
         return jax.tree_util.tree_unflatten(treedef, scaled), state
 

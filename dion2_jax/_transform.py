@@ -42,7 +42,7 @@ class ScaleByDion2State(NamedTuple):
     None without `neuron_beta2`.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # as optax names it
     mu: Any
     nu: Any = None
 
