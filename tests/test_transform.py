@@ -357,19 +357,18 @@ def test_bfloat16_state_keeps_dtype_and_sharding_without_a_second_trace(
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, updates
 
-    def described(state):
-        """Dtype of everything; sharding of what is not a scalar."""
-        return [
-            (x.dtype, x.weak_type, x.sharding if x.ndim else None)
-            for x in jax.tree.leaves(state)
-        ]
+    def assert_as_at_first(state):
+        """The same dtypes, and shardings of what is not a scalar, as after init."""
+        for x, at_first in zip(*map(jax.tree.leaves, (state, first)), strict=True):
+            assert (x.dtype, x.weak_type) == (at_first.dtype, at_first.weak_type)
+            if x.ndim:
+                assert x.sharding.is_equivalent_to(at_first.sharding, x.ndim)
 
-    state = tx.init(params)
-    first = described(state)
+    state = first = tx.init(params)
     assert dion2_state(state).mu["kernel"].dtype == (mu_dtype or jnp.bfloat16)
     for _ in range(3):
         params, state, updates = train_step(params, state, leaves(grad_dtype))
-        assert described(state) == first
+        assert_as_at_first(state)
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
         assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(grad_dtype)}
     assert len(traces) == 1

@@ -1,0 +1,106 @@
+"""Who gets which matrix: slots, teams and rounds, on shapes alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+from dion2_jax import describe
+from dion2_jax._layout import resolve_layout
+from dion2_jax._orthogonalize import newton_schulz_table
+from dion2_jax._selection import slice_count
+from dion2_jax._step import Options
+from dion2_jax._transform import plan_of
+
+
+def plan(count, shape, devices, *, spec=("fsdp",), most=2**28, select_axis="sharded"):
+    mesh = AbstractMesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+    layouts = [
+        resolve_layout(f"w{i}", x, x.sharding, MuonDimensionNumbers(0, 1), select_axis)
+        for i in range(count)
+    ]
+    table, scale = newton_schulz_table("polar_express", 5)
+    options = Options(
+        *("l1", 0, table, scale, "direct", jnp.dtype(jnp.bfloat16), None),
+        per_shard=True,
+    )
+    return plan_of(
+        *(layouts, [jnp.float32] * count, options),
+        fraction=0.25,
+        selection="local",
+        share_replicas=True,
+        max_exchange_bytes=most,
+    )
+
+
+def slots(made):
+    return [(s.team, s.repeat, s.segments[0].count) for s in made.exchanges[0].slots]
+
+
+@pytest.mark.parametrize(
+    "fraction, n, k", [(0.25, 16, 4), (0.07, 100, 8), (0.01, 5, 1), (1, 7, 7)]
+)
+def test_slice_count(fraction, n, k):
+    assert slice_count(fraction, n) == k
+
+
+def test_remainder_by_teams_of_two():
+    assert slots(plan(24, (2048, 8192), 16)) == [(1, 1, 16), (2, 1, 8)]
+
+
+def test_lone_matrix_by_a_team_of_eight():
+    made = plan(1, (2048, 8192), 8)
+    assert made.exchanges[0].shape == (512, 8192)
+    assert slots(made) == [(8, 1, 1)]
+    padded = 8 * made.exchanges[0].piece
+    assert made.exchanges[0].buffer == padded // 8
+
+
+def test_small_matrix_is_padded():
+    made = plan(1, (512, 256), 8)
+    assert made.exchanges[0].shape == (128, 256)
+    assert slots(made) == [(1, 1, 1)]
+
+
+def test_team_saves_what_its_formula_says():
+    """[512, 8192] over 8: all bytes at most 1/3.5, operations 1/6.6 of padding."""
+    mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("fsdp"))
+    x = jax.ShapeDtypeStruct((2048, 8192), jnp.float32, sharding=sharding)
+    team = describe({"w": x}).total
+    r, c = 512, 8192
+    padded_bytes = 2 * 8 * (r // 8) * c * 2
+    assert team.all_to_all == padded_bytes / 8
+    assert team.bytes <= padded_bytes / 3.5
+    assert team.operations == 20 * r * r * c / 8 + 10 * r**3
+    assert (20 * r * r * c + 10 * r**3) / team.operations == pytest.approx(6.6, 0.01)
+
+
+def test_remainders_of_two_groups_share_a_slot():
+    mesh = AbstractMesh((16,), ("fsdp",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("fsdp"))
+    leaf = lambda *shape: jax.ShapeDtypeStruct(  # noqa: E731
+        shape, jnp.float32, sharding=sharding
+    )
+    up = {f"up{i}": leaf(2048, 8192) for i in range(24)}
+    down = {f"down{i}": leaf(8192, 2048) for i in range(24)}
+    total = describe(up | down, select_axis="shorter").total
+    whole = 20 * 512**2 * 8192 + 10 * 512**3
+    assert total.operations == 3 * whole
+
+
+def test_rounds_hold_at_most_what_is_allowed():
+    most = 2**20
+    made = plan(64, (512, 256), 8, most=most)
+    assert len(made.exchanges) > 1
+    assert all(2 * e.buffer <= most for e in made.exchanges)
+    counts = [s.count for e in made.exchanges for x in e.slots for s in x.segments]
+    assert sum(counts) == 64
+
+
+def test_one_slot_travels_even_above_the_limit():
+    made = plan(16, (512, 256), 8, most=2)
+    assert [slots_of.repeat for e in made.exchanges for slots_of in e.slots] == [1, 1]
