@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 Names = tuple[str, ...]
 
 SELECT_AXES = ("sharded", "shorter", "output", "reduction")
+TAKE_SHARDINGS = "pass param_shardings=dion2_jax.shardings_of(params)"
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,14 @@ def resolve_layout(
     """
     reduction, output = matrix_axes(path, x.shape, dimensions)
     mesh, names = find_sharding(path, x, sharding)
-    check_spec(path, x.shape, mesh, names)
+    check_shards(path, x.shape, mesh, names)
     taken = {*reduction, *output}
     batch = tuple(a for a in range(len(x.shape)) if a not in taken)
     layout = Layout(path, tuple(x.shape), names, mesh, batch, output, reduction, True)
     if not select_output(layout, reduction, output, select_axis, neurons):
         if neurons:
             raise ValueError(
-                f"{describe_leaf(path, x.shape)}: neuron_beta2 normalizes whole "
+                f"{describe_leaf(path, x.shape, mesh)}: neuron_beta2 normalizes whole "
                 f"neurons, so slices of the output axis must be selected, but "
                 f"select_axis={select_axis!r} comes to the reduction axis: use "
                 f"select_axis='output'"
@@ -132,14 +133,16 @@ def matrix_axes(path, shape, dimensions) -> tuple[tuple[int, ...], tuple[int, ..
         if any(not -len(shape) <= a < len(shape) for a in axes):
             raise ValueError(
                 f"{describe_leaf(path, shape)}: {dimensions} names an axis that an "
-                f"array of rank {len(shape)} does not have"
+                f"array of rank {len(shape)} does not have: in "
+                f"weight_dimension_numbers use axes from {-len(shape)} to "
+                f"{len(shape) - 1}"
             )
         groups.append(tuple(a % len(shape) for a in axes))
     taken = groups[0] + groups[1]
     if not all(groups) or len(set(taken)) != len(taken):
         raise ValueError(
-            f"{describe_leaf(path, shape)}: {dimensions} must name at least one "
-            f"reduction and one output axis, and no axis twice"
+            f"{describe_leaf(path, shape)}: {dimensions} in weight_dimension_numbers "
+            f"must name at least one reduction and one output axis, and no axis twice"
         )
     return groups[0], groups[1]
 
@@ -157,7 +160,7 @@ def find_sharding(path: str, x, entry) -> tuple:
             f"only one shard is visible: call the optimizer outside of it"
         )
     explicit = [a for a in live if kinds[a] == AxisType.Explicit]
-    names = spec_names(path, x.shape, typed.spec)
+    names = spec_names(path, x.shape, mesh, typed.spec)
     if entry is None:
         if len(explicit) < len(live):
             raise ValueError(
@@ -170,12 +173,12 @@ def find_sharding(path: str, x, entry) -> tuple:
             return None, ((),) * rank
         return concrete_mesh(x, mesh), names
     given_mesh, spec = entry_sharding(path, x, entry)
-    given = spec_names(path, x.shape, spec)
-    if not mesh.empty and dict(mesh.shape) != dict(given_mesh.shape):
+    given = spec_names(path, x.shape, given_mesh, spec)
+    check_names(path, x.shape, given_mesh, given)
+    if not mesh.empty and tuple(mesh.shape.items()) != tuple(given_mesh.shape.items()):
         raise ValueError(
             f"{describe_leaf(path, x.shape, mesh)}: param_shardings gives it a "
-            f"sharding on another mesh, {dict(given_mesh.shape)}: take the shardings "
-            f"from the parameters, param_shardings=dion2_jax.shardings_of(params)"
+            f"sharding on another mesh, {dict(given_mesh.shape)}: {TAKE_SHARDINGS}"
         )
     # On Explicit axes the type is the truth; on Auto axes only an array knows it.
     known = {a: found for a, found in axis_of(names).items() if a in explicit}
@@ -183,13 +186,13 @@ def find_sharding(path: str, x, entry) -> tuple:
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         actual = x.sharding
         if isinstance(actual, NamedSharding) and len(explicit) < len(live):
-            known = axis_of(spec_names(path, x.shape, actual.spec))
+            known = axis_of(spec_names(path, x.shape, mesh, actual.spec))
             explicit = live
     if any(known.get(a) != told.get(a) for a in explicit):
         raise ValueError(
             f"{describe_leaf(path, x.shape, mesh)}: param_shardings says {spec}, but "
-            f"the array is sharded as {getattr(x, 'sharding', typed).spec}: pass "
-            f"param_shardings=dion2_jax.shardings_of(params)"
+            f"the array is sharded as {getattr(x, 'sharding', typed).spec}: "
+            f"{TAKE_SHARDINGS}"
         )
     return given_mesh, given
 
@@ -237,13 +240,14 @@ def entry_sharding(path: str, x, entry) -> tuple:
     )
 
 
-def spec_names(path: str, shape, spec) -> tuple[Names, ...]:
+def spec_names(path: str, shape, mesh, spec) -> tuple[Names, ...]:
     """The partition with one tuple of mesh axes for every array axis."""
     entries = tuple(spec)
     if len(entries) > len(shape):
         raise ValueError(
-            f"{describe_leaf(path, shape)}: the partition {spec} has {len(entries)} "
-            f"entries for an array of rank {len(shape)}"
+            f"{describe_leaf(path, shape, mesh)}: the partition {spec} has "
+            f"{len(entries)} entries for an array of rank {len(shape)}: "
+            f"{TAKE_SHARDINGS}"
         )
     names = []
     for entry in entries:
@@ -253,8 +257,8 @@ def spec_names(path: str, shape, spec) -> tuple[Names, ...]:
             names.append(entry)
         else:
             raise ValueError(
-                f"{describe_leaf(path, shape)}: the partition {spec} leaves an axis "
-                f"open; say which mesh axes shard it, or None"
+                f"{describe_leaf(path, shape, mesh)}: the partition {spec} leaves an "
+                f"axis open: say which mesh axes shard it, or None"
             )
     return (*names, *((),) * (len(shape) - len(entries)))
 
@@ -264,8 +268,8 @@ def axis_of(names: tuple[Names, ...]) -> dict[str, tuple[int, int]]:
     return {a: (i, j) for i, used in enumerate(names) for j, a in enumerate(used)}
 
 
-def check_spec(path: str, shape, mesh, names) -> None:
-    """Raises unless mesh axes exist, are used once, and divide their array axes."""
+def check_names(path: str, shape, mesh, names) -> None:
+    """Raises unless the partition uses axes of the mesh, each at most once."""
     used = [a for axis in names for a in axis]
     unknown = [a for a in used if mesh is None or a not in mesh.shape]
     twice = sorted({a for a in used if used.count(a) > 1})
@@ -273,8 +277,12 @@ def check_spec(path: str, shape, mesh, names) -> None:
         what = f"no mesh axis {unknown[0]!r}" if unknown else f"{twice[0]!r} used twice"
         raise ValueError(
             f"{describe_leaf(path, shape, mesh)}: the partition {names} is not one of "
-            f"this mesh: {what}"
+            f"this mesh: {what}: {TAKE_SHARDINGS}"
         )
+
+
+def check_shards(path: str, shape, mesh, names) -> None:
+    """Raises unless the mesh axes divide their array axes."""
     for size, axes in zip(shape, names, strict=True):
         count = math.prod(mesh.shape[a] for a in axes)
         if size % count:

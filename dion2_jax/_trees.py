@@ -10,6 +10,11 @@ import jax
 
 Path = tuple[str, ...]
 
+EXPECTED = {
+    "param_shardings": "a jax.sharding.NamedSharding or PartitionSpec",
+    "weight_dimension_numbers": "an optax.contrib.MuonDimensionNumbers",
+}
+
 
 def leaf_paths(tree) -> tuple[list[Path], list, jax.tree_util.PyTreeDef]:
     """Path and value of every leaf, and the tree's structure."""
@@ -63,7 +68,7 @@ def _entry(argument: str, path: Path, entries: dict, is_entry):
     if entry is not None and not is_entry(entry):
         raise TypeError(
             f"{argument} has for the parameter {name_of(path)!r} an entry of type "
-            f"{type(entry).__name__}: {entry!r}"
+            f"{type(entry).__name__}: {entry!r}. Give {EXPECTED[argument]}, or None"
         )
     return entry
 
