@@ -100,6 +100,16 @@ def group_cost(group: Group, options: Options, neurons: bool) -> Cost:
     return Cost(all_reduce=group.size * numbers * FLOAT32)
 
 
+def plan_cost(plan: Plan, options: Options, neurons: bool) -> Cost:
+    """Of the whole plan."""
+    total = Cost()
+    for exchange in plan.exchanges:
+        total += exchange_cost(exchange, options)
+    for group in plan.groups:
+        total += group_cost(group, options, neurons)
+    return total
+
+
 def leaf_costs(plan: Plan, options: Options, neurons: bool) -> list[Cost]:
     """Of every leaf: its matrices' share of what is spent on their exchanges."""
     costs = [Cost() for _ in plan.layouts]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dion2_jax import _arguments as check
 from dion2_jax._alias import dion2
-from dion2_jax._cost import Cost, leaf_costs
+from dion2_jax._cost import Cost, leaf_costs, plan_cost
 from dion2_jax._layout import Layout
 from dion2_jax._matrices import matrix_rule
 from dion2_jax._orthogonalize import newton_schulz_table
@@ -135,6 +135,7 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
     )
     found: dict[int, tuple[Layout, str, str, Cost]] = {}
     taken = [i for i, (e, _) in enumerate(ruled) if e]
+    total = Cost()
     for mesh in dict.fromkeys(x.mesh for x in layouts):
         here = [n for n, x in enumerate(layouts) if x.mesh == mesh]
         plan = plan_of(
@@ -147,6 +148,7 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
             max_exchange_bytes=given["max_exchange_bytes"],
         )
         costs = leaf_costs(plan, options, neurons)
+        total += plan_cost(plan, options, neurons)
         for leaf, n in enumerate(here):
             words = _words(plan, leaf)
             found[taken[n]] = (layouts[n], *words, costs[leaf])
@@ -156,7 +158,7 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
         by = ("dion3" if neurons else "dion2") if layout else "adamw"
         shape = _shape(x, layout)
         rows.append(Row(name_of(path), shape, by, why, selects, exchange, cost))
-    return Description(tuple(rows), sum((row.cost for row in rows), Cost()))
+    return Description(tuple(rows), total)
 
 
 def _words(plan: Plan, leaf: int) -> tuple[str, str]:

@@ -1,0 +1,9 @@
+"""What a person is told when something they gave cannot work."""
+
+
+class UserError(Exception):
+    """A mistake in the input: printed as one line on stderr, exit status 2."""
+
+
+class RunError(Exception):
+    """A run that cannot go on: printed as one line on stderr, exit status 1."""

@@ -1,0 +1,207 @@
+"""Every flag of train_lm.py, with its unit and default."""
+
+import argparse
+import math
+
+LEARNING_RATES = {"dion2": 0.02, "muon": 0.02, "adamw": 0.004}
+
+
+class _OneLine(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, without the usage."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return number
+
+
+def _count_or_zero(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return number
+
+
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return number
+
+
+# Rows: flag, type (or its choices, or bool for a switch), default, what it says.
+_GROUPS = {
+    "data": (
+        ("--data PATH", str, None, "a text file, a folder of text files, or uint16 "
+         "token files *.bin with modded-nanogpt's header (default: the source of the "
+         "Python standard library)"),
+        ("--vocab-size N", _count, None, "tokens in the vocabulary (default: 256 for "
+         "text, 50304 for token files)"),
+    ),
+    "mesh": (
+        ("--devices N", _count, 8, "emulated devices, where the machine has only CPUs"),
+        ("--dp N", _count, None, "replicas (default: 1)"),
+        ("--fsdp N", _count, None, "devices over which parameters and optimizer state "
+         "are divided (default: all that --dp and --tp leave)"),
+        ("--tp N", _count, None, "devices over which heads and MLP are divided "
+         "(default: 1)"),
+        ("--axis-types", ("auto", "explicit"), "auto", "who decides layouts: the "
+         "compiler, or the types of arrays"),
+    ),
+    "processes": (
+        ("--processes N", _count, 1, "start N processes of --devices emulated devices "
+         "each on this machine, and join them"),
+        ("--distributed", bool, False, "this is one process of many: call "
+         "jax.distributed.initialize; on a TPU pod no further flag is needed"),
+        ("--coordinator HOST:PORT", str, None, "with --distributed: the address of "
+         "process 0, where JAX cannot find it out"),
+        ("--num-processes N", _count, None, "with --coordinator: how many there are"),
+        ("--process-id I", _count_or_zero, None, "with --coordinator: number of this "
+         "one, from 0"),
+    ),
+    "model": (
+        ("--width N", _count, 128, "features of the residual stream"),
+        ("--layers N", _count, 4, "attention and MLP pairs"),
+        ("--heads N", _count, 2, "attention heads a layer"),
+        ("--mlp-size N", _count, None, "features inside the MLP (default: 4 x width)"),
+        ("--scan-layers", bool, False, "stack the layers' parameters as [layers, in, "
+         "out] and scan over them"),
+        ("--dtype", ("float32", "bfloat16"), "float32", "of activations and products; "
+         "parameters are float32"),
+    ),
+    "optimizer": (
+        ("--optimizer", tuple(LEARNING_RATES), "dion2", "of the layers' matrices; "
+         "embedding, head and norms take AdamW"),
+        ("--fraction F", _share, 0.25, "share of each momentum matrix's slices that "
+         "Dion2 orthogonalizes a step, above 0 to 1"),
+        ("--lr LR", _positive, None, "peak learning rate (default: "
+         + ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items()) + ")"),
+        ("--adam-lr LR", _positive, None, "peak learning rate of what AdamW takes "
+         f"beside Dion2 or Muon (default: {LEARNING_RATES['adamw']})"),
+        ("--weight-decay WD", _not_negative, 0.01, "a step takes WD x learning rate "
+         "off each parameter, as a share"),
+        ("--warmup STEPS", _count_or_zero, None, "linear, from zero (default: 20, but "
+         "at most a tenth of --steps)"),
+        ("--decay STEPS", _count_or_zero, None, "linear, to zero at the end (default: "
+         "half of --steps)"),
+    ),
+    "training": (
+        ("--steps N", _count, 300, "steps in all, those before a resume included"),
+        ("--batch-size N", _count, 64, "sequences a step, over all devices"),
+        ("--seq-len N", _count, 128, "tokens a sequence"),
+        ("--seed N", _count_or_zero, 0, "of parameters and of the order of the data"),
+        ("--max-bad-steps N", _count, 5, "stop after N steps in a row whose gradient "
+         "is not finite; such steps change nothing"),
+    ),
+    "output": (
+        ("--out DIR", str, None, "for metrics.csv, loss.png, config.json and "
+         "checkpoints (default: runs/NAME, with a NAME like dion2-0.25_dp1_fsdp8)"),
+        ("--val-every STEPS", _count, 50, "steps between validations; one at the end"),
+        ("--val-batches N", _count, 8, "batches a validation reads, always the same"),
+        ("--checkpoint-every STEPS", _count, 100, "steps between checkpoints; one at "
+         "the end"),
+        ("--keep N", _count, 2, "newest checkpoints that stay"),
+        ("--resume", bool, False, "go on from the newest whole checkpoint in --out"),
+        ("--overwrite", bool, False, "start again where --out holds a run"),
+    ),
+}  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OneLine(
+        prog="train_lm.py",
+        description="Train a GPT on real text with sharded Dion2. With no argument: a "
+        "byte-level model on the source of the Python standard library, on 8 devices.",
+    )
+    for title, rows in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for row, kind, default, text in rows:
+            flag, _, metavar = row.partition(" ")
+            if default is not None and kind is not bool:
+                text += f" (default: {default})"
+            if kind is bool:
+                group.add_argument(flag, action="store_true", help=text)
+            elif isinstance(kind, tuple):
+                group.add_argument(flag, choices=kind, default=default, help=text)
+            else:
+                group.add_argument(
+                    flag, type=kind, default=default, metavar=metavar, help=text
+                )
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags, checked as far as they can be without a device."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    args.mlp_size = args.mlp_size or 4 * args.width
+    args.lr = args.lr or LEARNING_RATES[args.optimizer]
+    args.adam_lr = args.adam_lr or LEARNING_RATES["adamw"]
+    args.warmup = min(20, args.steps // 10) if args.warmup is None else args.warmup
+    args.decay = args.steps // 2 if args.decay is None else args.decay
+    if args.width % (2 * args.heads):
+        parser.error(
+            f"--width {args.width} must be a multiple of 2 x --heads {args.heads}: "
+            f"rotary turns pairs of features inside a head"
+        )
+    if args.optimizer == "muon" and args.axis_types == "explicit":
+        parser.error("optax.contrib.muon needs --axis-types auto: it fails on explicit")
+    if args.warmup + args.decay > args.steps:
+        parser.error(
+            f"--warmup {args.warmup} + --decay {args.decay} steps are more than "
+            f"--steps {args.steps}"
+        )
+    if args.resume and args.overwrite:
+        parser.error("--resume goes on and --overwrite starts again: give one of them")
+    if args.processes > 1 and args.distributed:
+        parser.error("--processes starts its own processes: leave --distributed out")
+    given = [args.coordinator, args.num_processes, args.process_id]
+    if any(x is not None for x in given) and None in given:
+        parser.error("--coordinator, --num-processes and --process-id go together")
+    if args.coordinator and not args.distributed:
+        parser.error("--coordinator needs --distributed")
+
+
+def check_sizes(args: argparse.Namespace, dp: int, fsdp: int, tp: int) -> str | None:
+    """The size that the mesh does not divide, said in one line; None: all divide."""
+    for flag, size, axes, count in (
+        ("--batch-size", args.batch_size, "--dp x --fsdp", dp * fsdp),
+        ("--width", args.width, "--fsdp", fsdp),
+        ("--width", args.width, "--tp", tp),
+        ("--heads", args.heads, "--tp", tp),
+        ("--mlp-size", args.mlp_size, "--fsdp", fsdp),
+        ("--mlp-size", args.mlp_size, "--tp", tp),
+        ("--vocab-size", args.vocab_size, "--tp", tp),
+    ):
+        if size % count:
+            return f"{flag} {size} is not a multiple of {axes} = {count}"
+    return None
+
+
+def run_name(args: argparse.Namespace, dp: int, fsdp: int, tp: int) -> str:
+    """Optimizer, fraction and mesh, as in dion2-0.25_dp1_fsdp8."""
+    optimizer = args.optimizer + (
+        f"-{args.fraction:g}" if args.optimizer == "dion2" else ""
+    )
+    return f"{optimizer}_dp{dp}_fsdp{fsdp}" + (f"_tp{tp}" if tp > 1 else "")

@@ -1,0 +1,66 @@
+"""One run by many processes: joining them, agreeing on what process 0 found."""
+
+import argparse
+import json
+import os
+
+import numpy as np
+
+from lm.errors import RunError, UserError
+
+
+def emulate(devices: int) -> None:
+    """Makes the CPU platform look like `devices` devices; call before importing jax.
+
+    A GPU or TPU machine is not affected. An XLA_FLAGS that already says a number wins.
+    """
+    flag = "--xla_force_host_platform_device_count"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={devices}".strip()
+
+
+def join(args: argparse.Namespace) -> None:
+    """Calls jax.distributed.initialize if this is one process of many."""
+    import jax
+
+    if not args.distributed:
+        return
+    # Only read where the platform is CPU: there, collectives go through gloo.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            args.coordinator, args.num_processes, args.process_id
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"--distributed: the processes could not be joined ({reason}); off a TPU "
+            f"pod or cluster give --coordinator, --num-processes and --process-id, or "
+            f"use --processes N on one machine"
+        ) from None
+
+
+def agree(find):
+    """What `find()` returns on process 0, on every process; its error on every one.
+
+    `find` runs on process 0 alone and returns something that JSON can hold.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return find()
+    said = np.zeros(4096, np.uint8)
+    if jax.process_index() == 0:
+        try:
+            answer = {"value": find()}
+        except (UserError, RunError) as error:
+            answer = {"error": str(error)[:2000], "user": isinstance(error, UserError)}
+        text = json.dumps(answer).encode()
+        said[: len(text)] = np.frombuffer(text, np.uint8)
+    said = multihost_utils.broadcast_one_to_all(said)
+    answer = json.loads(bytes(np.asarray(said)).rstrip(b"\0"))
+    if "error" in answer:
+        raise (UserError if answer["user"] else RunError)(answer["error"])
+    return answer["value"]

@@ -1,0 +1,505 @@
+"""The main job, examples/train_lm.py: what it writes, resumes, survives and refuses."""
+
+import csv
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train_lm  # noqa: E402
+from lm import checkpoint, data  # noqa: E402
+from lm.errors import UserError  # noqa: E402
+
+# A model of 41 thousand parameters, 12 steps, checkpoints 4, 8 and 12.
+SIZES = (
+    "--width 32 --layers 2 --batch-size 16 --seq-len 32 --steps 12 --val-every 6 "
+    "--val-batches 2 --checkpoint-every 4"
+).split()
+
+
+def text_of(lines: int) -> bytes:
+    words = np.random.default_rng(0).choice(
+        "let a = b + c if not d else e".split(), 999
+    )
+    return "\n".join(" ".join(words[i : i + 9]) for i in range(lines)).encode()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(text_of(900))
+    return path
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory, text):
+    """Starts train_lm.py in a process of its own; compiled code is shared."""
+    cache = tmp_path_factory.mktemp("compiled")
+
+    def start(out, *flags, under=()) -> subprocess.Popen:
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        environment |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *SIZES]
+        return subprocess.Popen(
+            [*under, *command, "--data", str(text), "--out", str(out), *flags],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run(start):
+    """Runs train_lm.py to its end; returns (stdout, stderr)."""
+
+    def run(out, *flags, status=0, under=()) -> tuple[str, str]:
+        process = start(out, *flags, under=under)
+        stdout, stderr = process.communicate(timeout=300)
+        assert process.returncode == status, (process.returncode, stdout, stderr)
+        return stdout, stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(run, tmp_path_factory):
+    """(folder, stdout) of an uninterrupted run. Copy the folder before changing it."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    stdout, _ = run(out)
+    return out, stdout
+
+
+def rows(out: pathlib.Path) -> list[dict[str, str]]:
+    with open(out / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def curve(out: pathlib.Path) -> list[tuple[str, ...]]:
+    """metrics.csv without the speed: what a resumed run repeats digit by digit."""
+    names = ("step", "tokens", "loss", "val_loss", "learning_rate")
+    return [tuple(row[name] for name in names) for row in rows(out)]
+
+
+def losses(out: pathlib.Path) -> np.ndarray:
+    return np.array([float(row["loss"]) for row in rows(out)])
+
+
+# What it writes
+
+
+def test_a_run_writes_metrics_plot_config_and_checkpoints(finished):
+    out, _ = finished
+    header = (out / "metrics.csv").read_text().splitlines()[0]
+    assert header == "step,tokens,loss,val_loss,learning_rate,tokens_per_second"
+    found = rows(out)
+    assert [int(row["step"]) for row in found] == list(range(1, 13))
+    assert [int(row["tokens"]) for row in found] == [16 * 32 * i for i in range(1, 13)]
+    assert [row["step"] for row in found if row["val_loss"]] == ["6", "12"]
+    assert all(float(row["tokens_per_second"]) > 0 for row in found)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert checkpoint.steps_with_digest(out / "checkpoints") == [8, 12]
+    assert not (out / "checkpoints" / "4").exists()
+    config = json.loads((out / "config.json").read_text())
+    assert config["name"] == "dion2-0.25_dp1_fsdp8"
+    assert config["fraction"] == 0.25 and config["seq_len"] == 32
+
+
+def test_learning_rate_warms_up_stays_and_goes_to_zero(finished):
+    rates = [float(row["learning_rate"]) for row in rows(finished[0])]
+    # 12 steps: warmup 1, decay 6.
+    np.testing.assert_allclose(rates[:7], 0.02, rtol=1e-6)
+    down = 0.02 * np.arange(5, 0, -1) / 6
+    np.testing.assert_allclose(rates[7:], down, rtol=1e-6)
+
+
+def test_the_loss_falls(finished):
+    assert losses(finished[0])[-1] < losses(finished[0])[0] - 1.0
+
+
+def test_the_start_says_who_takes_what_and_the_end_how_it_went(finished):
+    _, stdout = finished
+    taken = {"dion2": 0, "adamw": 0}
+    for line in stdout.splitlines():
+        for name in taken:
+            taken[name] += f" {name} " in line
+    assert taken == {"dion2": 12, "adamw": 7}  # 6 kernels a layer; embed, head, norms
+    assert "below the unigram entropy" in stdout.splitlines()[-1]
+
+
+# Resuming
+
+
+def copy(source: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(source, tmp_path / "copy"))
+
+
+def flip_a_bit(path: pathlib.Path, seed: int) -> None:
+    content = bytearray(path.read_bytes())
+    bit = np.random.default_rng(seed).integers(8 * len(content))
+    content[bit // 8] ^= 1 << (bit % 8)
+    path.write_bytes(content)
+
+
+def test_resume_repeats_the_curve_bit_for_bit(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    (out / "checkpoints" / "12.sha256").unlink()  # as if killed before it was whole
+    with open(out / "metrics.csv", "a") as file:
+        file.write("13,66")  # a row torn by a kill
+    stdout, _ = run(out, "--resume")
+    assert "resumed from step 8" in stdout
+    assert curve(out) == curve(finished[0])
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    largest = max(
+        (out / "checkpoints" / "12").rglob("*"), key=lambda f: f.stat().st_size
+    )
+    flip_a_bit(largest, seed=0)
+    stdout, stderr = run(out, "--resume")
+    assert f"checkpoint {out}/checkpoints/12 is damaged" in stderr
+    assert "resumed from step 8" in stdout
+    assert curve(out) == curve(finished[0])
+
+
+def test_every_flipped_bit_truncation_and_loss_of_a_file_is_found(finished, tmp_path):
+    folder = copy(finished[0], tmp_path) / "checkpoints"
+    assert checkpoint.damage(folder, 12) is None
+    files = [path for path in (folder / "12").rglob("*") if path.is_file()]
+    files.append(folder / "12.sha256")
+    assert len(files) > 5
+    for seed, file in enumerate(files):
+        good = file.read_bytes()
+        if good:
+            flip_a_bit(file, seed)
+            assert checkpoint.damage(folder, 12), file
+            file.write_bytes(good[:-1])
+            assert checkpoint.damage(folder, 12), file
+        file.unlink()
+        assert checkpoint.damage(folder, 12), file
+        file.write_bytes(good)
+    assert checkpoint.damage(folder, 12) is None
+
+
+def test_resume_on_another_mesh_and_other_axis_types(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    shutil.rmtree(out / "checkpoints" / "12")
+    mesh = "--devices 4 --dp 2 --tp 2 --axis-types explicit --steps 12"
+    stdout, _ = run(out, "--resume", *mesh.split())
+    assert "dion2-0.25_dp2_fsdp1_tp2" in stdout and "resumed from step 8" in stdout
+    # Step 9 reads the same parameters. Float32 sums in another order.
+    np.testing.assert_allclose(losses(out)[8], losses(finished[0])[8], rtol=1e-5)
+
+
+def test_resume_with_another_optimizer_is_refused_by_name(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    _, stderr = run(out, "--resume", "--optimizer", "adamw", status=2)
+    assert len(stderr.splitlines()) == 1
+    assert "is only in" in stderr and "--optimizer" in stderr
+
+
+# Layouts: the same model, whoever holds which part
+
+
+@pytest.fixture(scope="module")
+def adamw_losses(run, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "adamw"
+    run(out, "--optimizer", "adamw", "--steps", "4")
+    return losses(out)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["--dp 2 --tp 2 --axis-types explicit", "--devices 1", "--dp 4 --tp 2"],
+)
+def test_layouts_do_not_change_the_losses(mesh, adamw_losses, run, tmp_path):
+    out = tmp_path / "run"
+    run(out, "--optimizer", "adamw", "--steps", "4", *mesh.split())
+    # Measured: at most 1e-6 of the loss; sums in another order, four AdamW steps long.
+    np.testing.assert_allclose(losses(out), adamw_losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["--tp 2", "--axis-types explicit"])
+def test_scanned_layers_train_with_dion2(mesh, run, tmp_path):
+    out = tmp_path / "run"
+    stdout, _ = run(out, "--scan-layers", *mesh.split())
+    table = [line for line in stdout.splitlines() if " dion2 " in line]
+    assert len(table) == 6 and all("[2," in line for line in table)
+    assert losses(out)[-1] < losses(out)[0] - 1.0
+
+
+# Endings
+
+
+def wait_for_rows(out: pathlib.Path, count: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = out / "metrics.csv"
+        if path.exists() and path.read_text().count("\n") > count:
+            return
+        time.sleep(0.01)
+    raise AssertionError((process.poll(), process.communicate()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_saves_first(number, start, tmp_path):
+    out = tmp_path / "run"
+    process = start(out, "--steps", "100000", "--checkpoint-every", "100000")
+    wait_for_rows(out, 3, process)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, stderr
+    last = int(rows(out)[-1]["step"])
+    assert f"stopped after step {last}, saved" in stdout
+    assert checkpoint.steps_with_digest(out / "checkpoints") == [last]
+    assert checkpoint.damage(out / "checkpoints", last) is None
+
+
+def steps_in(out: pathlib.Path) -> list[str]:
+    """The first column of metrics.csv, read while it may be growing."""
+    path = out / "metrics.csv"
+    lines = path.read_text().split("\n")[1:-1] if path.exists() else []
+    return [line.split(",")[0] for line in lines]
+
+
+def kill_until(kills: int, steps: int, start, run, tmp_path, seed: int) -> None:
+    """Kills a run that saves every step; the curve is as if nothing had happened."""
+    flags = "--checkpoint-every", "1", "--steps", str(steps)
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    run(whole, *flags)
+    random = np.random.default_rng(seed)
+    resumed = set()
+    while kills:
+        process = start(out, *flags, *(["--resume"] if out.exists() else []))
+        line = process.stdout.readline()
+        while line and "resumed from" not in line and "total" not in line:
+            line = process.stdout.readline()
+        resumed.add(line)
+        # A few steps further (each waits for the save before it), then any moment.
+        target = len(steps_in(out)) + random.integers(1, 6)
+        while len(steps_in(out)) < target and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(random.exponential(0.05))
+        assert process.poll() is None, "the run ended before its kill: more --steps"
+        process.kill()
+        process.communicate()
+        found = steps_in(out)
+        assert len(found) == len(set(found))
+        kills -= 1
+    stdout, stderr = run(out, *flags, "--resume")
+    assert "warning" not in stderr  # no checkpoint taken for whole was damaged
+    assert "resumed from step" in stdout
+    assert curve(out) == curve(whole)
+
+
+def test_killed_three_times_the_curve_is_the_same(start, run, tmp_path):
+    kill_until(3, 40, start, run, tmp_path, seed=0)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_the_curve_is_the_same(start, run, tmp_path):
+    kill_until(20, 200, start, run, tmp_path, seed=1)
+
+
+def test_a_gradient_that_stays_bad_ends_the_run_with_a_line(run, tmp_path):
+    flags = "--lr", "1e30", "--max-bad-steps", "3", "--warmup", "0"
+    _, stderr = run(tmp_path / "run", *flags, status=1)
+    last = stderr.splitlines()[-1]
+    assert "the gradient was not finite 3 steps in a row" in last
+    bad = [row["loss"] for row in rows(tmp_path / "run")][-3:]
+    assert bad == ["nan"] * 3
+
+
+def test_a_full_disk_leaves_the_older_checkpoints_whole(finished, run, tmp_path):
+    # No file may pass 100 kB: a checkpoint does not fit, the log does.
+    limited = (
+        "import os, resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    out = copy(finished[0], tmp_path)
+    stdout, stderr = run(
+        out,
+        *("--resume", "--steps", "18", "--decay", "6"),
+        status=1,
+        under=(sys.executable, "-c", limited),
+    )
+    assert "warning: the checkpoint of step 16 could not be written" in stdout
+    last = stderr.splitlines()[-1]
+    assert "the checkpoint of step 18 could not be written: " in last
+    assert "File too large" in last and "older checkpoints are whole" in last.lower()
+    assert [int(row["step"]) for row in rows(out)] == list(range(1, 19))
+    assert checkpoint.newest_whole(out / "checkpoints", pytest.fail) == 12
+
+
+# What it refuses: one line, status 2
+
+
+def refused(capsys, *argv) -> str:
+    try:
+        status = train_lm.main(list(argv))
+    except SystemExit as error:
+        status = error.code
+    stderr = capsys.readouterr().err
+    assert status == 2, stderr
+    assert stderr.startswith("train_lm.py: error: ") and len(stderr.splitlines()) == 1
+    return stderr
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--steps 0", "argument --steps: 0 is not a whole number of at least 1"),
+        ("--steps ten", "argument --steps"),
+        ("--fraction 1.5", "argument --fraction: 1.5 is not in (0, 1]"),
+        ("--lr nan", "argument --lr: nan is not a number above 0"),
+        ("--optimizer sgd", "argument --optimizer: invalid choice"),
+        ("--heads 3", "must be a multiple of 2 x --heads 3"),
+        ("--warmup 200 --decay 200", "are more than --steps 300"),
+        ("--resume --overwrite", "give one of them"),
+        ("--optimizer muon --axis-types explicit", "needs --axis-types auto"),
+        ("--coordinator localhost:1 --distributed", "go together"),
+        ("--dp 3", "--dp 3 x --fsdp 2 x --tp 1 = 6 devices, but there are 8"),
+        ("--fsdp 4 --dp 1", "= 4 devices, but there are 8"),
+        ("--batch-size 12", "--batch-size 12 is not a multiple of --dp x --fsdp = 8"),
+        ("--tp 4", "--heads 2 is not a multiple of --tp = 4"),
+        ("--resume --out /nowhere", "/nowhere holds no run"),
+        ("--data /nowhere", "--data /nowhere: no such file or folder"),
+    ],
+)
+def test_flags_that_cannot_work(flags, said, capsys, text, tmp_path):
+    data = ["--data", str(text)] if "--data" not in flags else []
+    out = ["--out", str(tmp_path / "run")] if "--out" not in flags else []
+    assert said in refused(capsys, *data, *out, *flags.split())
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(finished, text, capsys):
+    before = (finished[0] / "metrics.csv").read_bytes()
+    out = ["--out", str(finished[0]), "--data", str(text)]
+    assert "add --resume to go on with it, --overwrite" in refused(capsys, *out)
+    assert (finished[0] / "metrics.csv").read_bytes() == before
+
+
+def test_a_refusal_is_a_line_and_status_2_from_outside_too(run, tmp_path):
+    _, stderr = run(tmp_path / "run", "--dp", "3", "--fsdp", "1", status=2)
+    assert stderr.startswith("train_lm.py: error: ") and len(stderr.splitlines()) == 1
+
+
+# Data
+
+
+def token_file(path: pathlib.Path, tokens, magic=20240520, version=1, count=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+    return path
+
+
+def test_one_text_file_is_cut_in_training_and_validation(text):
+    corpus = data.load(str(text), 33)
+    whole = text.read_bytes()
+    joined = corpus.train.arrays[0].tobytes() + corpus.val.arrays[0].tobytes()
+    assert joined == whole and corpus.vocab == 256
+    assert corpus.val.size == len(whole) // 10
+
+
+def test_a_folder_of_text_is_split_by_file(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i:02}.txt").write_text(chr(97 + i) * 50)
+    (tmp_path / ".hidden").write_text("?" * 50)
+    corpus = data.load(str(tmp_path), 33)
+    assert set(corpus.val.arrays[0].tobytes()) == set(b"jt")  # every tenth file
+    assert set(corpus.train.arrays[0].tobytes()) == set(b"abcdefghiklmnopqrs")
+
+
+def test_the_standard_library_is_the_default_and_has_no_installed_packages():
+    corpus = data.load(None, 129)
+    assert corpus.train.size > 5e6 and corpus.val.size > 3e5
+    assert 3.0 < corpus.val.unigram_entropy() < 3.6
+
+
+def test_token_files_train_and_validate(run, tmp_path):
+    tokens = np.frombuffer(text_of(300), np.uint8)
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    token_file(folder / "train_0.bin", tokens[:6000])
+    token_file(folder / "train_1.bin", tokens[6000:])
+    token_file(folder / "val_0.bin", tokens[::-1])
+    corpus = data.load(str(folder), 33)
+    assert corpus.vocab == 50304
+    assert corpus.train.size == corpus.val.size == len(tokens)
+    out = tmp_path / "run"
+    run(out, "--data", str(folder), "--vocab-size", "256")
+    assert losses(out)[-1] < losses(out)[0] - 1.0
+
+
+def test_windows_never_cross_from_one_token_file_to_the_next():
+    tokens = data.Tokens((np.arange(10), np.arange(100, 103), np.arange(200, 205)), 300)
+    assert tokens.windows(4) == 7 + 0 + 2
+    cut = tokens.cut(np.arange(9), 4)
+    starts = [*range(7), 200, 201]
+    np.testing.assert_array_equal(cut, np.array(starts)[:, None] + np.arange(4))
+    with pytest.raises(UserError, match="token 204 is outside the vocabulary of 204"):
+        data.Tokens(tokens.arrays, 204).cut(np.arange(9), 4)
+
+
+def test_batches_depend_on_seed_and_step_alone(text):
+    corpus = data.load(str(text), 33)
+    first = corpus.positions(seed=1, step=5, count=8, length=33)
+    np.testing.assert_array_equal(first, corpus.positions(1, 5, 8, 33))
+    for other in (corpus.positions(1, 6, 8, 33), corpus.positions(2, 5, 8, 33)):
+        assert (first != other).any()
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "less than the header"),
+        (b"\1" * 5000, "a token file of uint16 starts with 20240520, 1"),
+        (dict(version=2), "a token file of uint16 starts with 20240520, 1"),
+        (dict(count=7), "the header says 7 tokens, the file holds 100"),
+        (dict(), "too few for one sequence"),
+    ],
+)
+def test_malformed_token_files(content, said, capsys, tmp_path):
+    file = tmp_path / "x.bin"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        token_file(file, np.arange(100), **content)
+    assert said in refused(capsys, "--data", str(file))
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "all files are empty"),
+        (b"ab\0c", "zero byte"),
+        (b"abc", "too few for one"),
+    ],
+)
+def test_malformed_text(content, said, capsys, tmp_path):
+    (tmp_path / "x.txt").write_bytes(content)
+    assert said in refused(capsys, "--data", str(tmp_path))
+
+
+def test_an_empty_folder(capsys, tmp_path):
+    assert "the folder holds no files" in refused(capsys, "--data", str(tmp_path))
