@@ -259,7 +259,7 @@ def _rounds(slots, owners: int, slot_elements: int, most: int) -> list[tuple]:
         first, left = slot.segments[0].first, slot.repeat
         each = slot_elements // slot.team
         while left:
-            fits = min(left, room // each) if each else left
+            fits = min(left, max(0, room) // each) if each else left
             if not fits and not current:
                 fits = 1
             if not fits:
