@@ -64,7 +64,7 @@ def ascending(mask: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 def one_hot(index: jax.Array, valid: jax.Array | None, n: int, dtype) -> jax.Array:
     """`[N, n, k]` with 1 where slice n is the k-th selected."""
-    hot = index[:, None, :] == lax.iota(jnp.int32, n)[:, None]
+    hot = index[:, None, :] == lax.iota(jnp.int32, n)[None, :, None]
     if valid is not None:
         hot = hot & valid[:, None, :]
     return hot.astype(dtype)
