@@ -181,14 +181,11 @@ def find_sharding(path: str, x, entry) -> tuple:
             f"sharding on another mesh, {dict(given_mesh.shape)}: {TAKE_SHARDINGS}"
         )
     # On Explicit axes the type is the truth; on Auto axes only an array knows it.
-    known = {a: found for a, found in axis_of(names).items() if a in explicit}
-    told = axis_of(given)
+    truth, known = names, explicit
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-        actual = x.sharding
-        if isinstance(actual, NamedSharding) and len(explicit) < len(live):
-            known = axis_of(spec_names(path, x.shape, mesh, actual.spec))
-            explicit = live
-    if any(known.get(a) != told.get(a) for a in explicit):
+        if isinstance(x.sharding, NamedSharding) and len(explicit) < len(live):
+            truth, known = spec_names(path, x.shape, mesh, x.sharding.spec), live
+    if positions(truth, known) != positions(given, known):
         raise ValueError(
             f"{describe_leaf(path, x.shape, mesh)}: param_shardings says {spec}, but "
             f"the array is sharded as {getattr(x, 'sharding', typed).spec}: "
@@ -263,9 +260,10 @@ def spec_names(path: str, shape, mesh, spec) -> tuple[Names, ...]:
     return (*names, *((),) * (len(shape) - len(entries)))
 
 
-def axis_of(names: tuple[Names, ...]) -> dict[str, tuple[int, int]]:
-    """Where every mesh axis is used: array axis and position in its tuple."""
-    return {a: (i, j) for i, used in enumerate(names) for j, a in enumerate(used)}
+def positions(names: tuple[Names, ...], among) -> dict[str, tuple[int, int]]:
+    """Array axis and order on it of every mesh axis in `among`, others left out."""
+    kept = [[a for a in used if a in among] for used in names]
+    return {a: (i, j) for i, used in enumerate(kept) for j, a in enumerate(used)}
 
 
 def check_names(path: str, shape, mesh, names) -> None:

@@ -146,6 +146,15 @@ def test_mixed_meshes_need_an_entry_that_agrees(view):
     check_error(lambda: view(x, wrong), "P(None, 'y')", TAKE, mesh=mesh)
 
 
+@BOTH
+@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")])
+def test_mixed_axes_may_share_an_array_axis_in_any_order(view, axes):
+    # The type P("x") of P(("y", "x")) does not show the Auto axis before it.
+    mesh = make_mesh((EXPLICIT, AUTO), (2, 4))
+    layout = view(place(mesh, P(axes)), NamedSharding(mesh, P(axes)))
+    assert layout.names == (axes, ())
+
+
 BAD = {
     "longer than the rank": (P("x", None, None), ("3 entries", "rank 2", TAKE)),
     "axis twice": (P("x", "x"), ("'x' used twice", TAKE)),
