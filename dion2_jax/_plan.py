@@ -62,7 +62,8 @@ class Group:
         """Whether `team` devices can each take an equal block of the long side."""
         if not self.splits_rows():
             return self.c_local % team == 0
-        return self.compact is None and self.k % team == 0
+        # Devices send different numbers of selected slices: they cannot be cut evenly.
+        return team == 1 or (self.compact is None and self.k % team == 0)
 
     def true_order(self) -> np.ndarray:
         """int[n]: flat index along the select group of every shard-major position."""
@@ -259,7 +260,7 @@ def _rounds(slots, owners: int, slot_elements: int, most: int) -> list[tuple]:
         first, left = slot.segments[0].first, slot.repeat
         each = slot_elements // slot.team
         while left:
-            fits = min(left, room // each) if each else left
+            fits = max(0, min(left, room // each)) if each else left
             if not fits and not current:
                 fits = 1
             if not fits:

@@ -57,14 +57,14 @@ def top_slices(scores: jax.Array, k: int) -> jax.Array:
 def ascending(mask: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Indices of the True entries of `[N, n]` in order, and which of the k are real."""
     n = mask.shape[-1]
-    order = jnp.where(mask, n - lax.iota(jnp.int32, n), 0)
+    order = jnp.where(mask, n - lax.iota(jnp.int32, n)[None], 0)
     value, index = lax.top_k(order, k)
     return index, value > 0
 
 
 def one_hot(index: jax.Array, valid: jax.Array | None, n: int, dtype) -> jax.Array:
     """`[N, n, k]` with 1 where slice n is the k-th selected."""
-    hot = index[:, None, :] == lax.iota(jnp.int32, n)[:, None]
+    hot = index[:, None, :] == lax.iota(jnp.int32, n)[None, :, None]
     if valid is not None:
         hot = hot & valid[:, None, :]
     return hot.astype(dtype)
