@@ -10,6 +10,7 @@ accelerator and no network:
 """
 
 import argparse
+import csv
 import json
 import math
 import os
@@ -262,6 +263,24 @@ def print_largest(name: str, measured: Measured, number: int):
         print(f"{total / 1e6:10.2f} MB in {runs:5} {cause}")
 
 
+def append_csv(args, chips: int, rows: dict[str, dict]):
+    """One row an optimizer; docs/figures/growth.py draws them."""
+    asked = ("model", "topology", "mesh", "stacked", "fraction", "select_axis")
+    found = ("flops", "hbm_bytes", "wire_bytes", "temp_bytes", "compile_cpu_seconds")
+    head = ["optimizer", *asked, "layers", "chips", *found, "modelled_seconds"]
+    layers = args.layers or MODELS[args.model].layers
+    is_new = not os.path.exists(args.csv)
+    with open(args.csv, "a", newline="") as file:
+        writer = csv.DictWriter(file, head, extrasaction="ignore")
+        if is_new:
+            writer.writeheader()
+        for name, row in rows.items():
+            of_run = {**vars(args), "layers": layers, "chips": chips}
+            if not name.startswith("dion"):
+                of_run |= {"fraction": "", "select_axis": ""}
+            writer.writerow({**of_run, **row, "optimizer": name})
+
+
 def arguments(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
@@ -282,6 +301,7 @@ def arguments(argv=None):
     add("--peers", action="store_true", help="compile muon and adamw as well")
     add("--largest", type=int, default=0, help="print the N largest instructions")
     add("--text", default="", help="write the optimizer's compiled text to this file")
+    add("--csv", default="", help="append a row an optimizer to this file")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return parser.parse_args(argv)
 
@@ -312,6 +332,8 @@ def main(argv=None):
     if args.text:
         with open(args.text, "w") as file:
             file.write(measured[args.optimizer].text)
+    if args.csv:
+        append_csv(args, mesh.size, rows)
     if args.json:
         print(json.dumps({**vars(args), "chips": mesh.size, "floor": floor, **rows}))
         return
