@@ -1,0 +1,229 @@
+"""The text of an XLA executable as data: computations, instructions, trip counts.
+
+`jax.jit(f).lower(...).compile().as_text()` prints one optimized, scheduled program
+per device. `parse` reads it into `Module`; nothing here knows what anything costs.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+
+ITEM_BITS = {
+    "pred": 8,
+    **{f"{kind}{bits}": bits for kind in "su" for bits in (2, 4, 8, 16, 32, 64)},
+    **{"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128},
+    **{"token": 0, "opaque": 0},
+}
+LOOP_LIMIT = 1_000_000  # a longer loop is reported as unknown, not run
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a result: `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}`."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    in_hbm: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        bits = 8 if self.dtype.startswith("f8") else ITEM_BITS[self.dtype]
+        return (self.size * bits + 7) // 8
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.bytes if self.in_hbm else 0
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]  # a tuple-shaped result, flattened
+    operands: tuple[str, ...]
+    literal: str  # what stands between the parentheses
+    attributes: str
+    is_root: bool
+
+    @property
+    def hbm_bytes(self) -> int:
+        return sum(array.hbm_bytes for array in self.arrays)
+
+    @property
+    def op_name(self) -> str:
+        """The JAX name stack that made it, `jit(step)/mul`; empty if XLA made it."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    def called(self, keyword: str) -> str:
+        found = re.search(rf"\b{keyword}=%?([\w.-]+)", self.attributes)
+        return found.group(1) if found else ""
+
+
+@dataclass
+class Computation:
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    _users: dict[str, list[Instruction]] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Instruction:
+        return next(i for i in self.instructions.values() if i.is_root)
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.literal))
+
+    def add(self, one: Instruction) -> None:
+        self.instructions[one.name] = one
+        for name in dict.fromkeys(one.operands):
+            self._users.setdefault(name, []).append(one)
+
+    def users(self, name: str) -> list[Instruction]:
+        return self._users.get(name, [])
+
+
+@dataclass(frozen=True)
+class Module:
+    computations: dict[str, Computation]
+    entry: Computation
+
+
+def parse(text: str) -> Module:
+    """Reads the text of one executable.
+
+    Raises:
+        ValueError: the text holds no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry = current = None
+    for line in text.splitlines():
+        opens = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if opens:
+            current = Computation(opens.group(2))
+            computations[current.name] = current
+            entry = current if opens.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and " = " in line:
+            current.add(_instruction(line))
+    if entry is None:
+        raise ValueError("no ENTRY computation: this is not the text of an executable")
+    return Module(computations, entry)
+
+
+def _instruction(line: str) -> Instruction:
+    left, right = line.strip().split(" = ", 1)
+    shape_end = _closing(right, 0) + 1 if right[0] == "(" else right.index(" ")
+    shape, rest = right[:shape_end], right[shape_end:].lstrip()
+    opens = rest.index("(")
+    closes = _closing(rest, opens)
+    literal = rest[opens + 1 : closes]
+    return Instruction(
+        name=left.removeprefix("ROOT ").lstrip("%"),
+        opcode=rest[:opens],
+        arrays=tuple(_arrays(shape)),
+        operands=tuple(re.findall(r"%([\w.-]+)", literal)),
+        literal=literal,
+        attributes=rest[closes + 1 :],
+        is_root=left.startswith("ROOT "),
+    )
+
+
+def _closing(text: str, opens: int) -> int:
+    depth = 0
+    for position in range(opens, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[position], 0)
+        if depth == 0:
+            return position
+    raise ValueError(f"no closing parenthesis in {text[:80]!r}")
+
+
+def _arrays(shape: str):
+    for dtype, dims, layout in re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", shape):
+        # S(n), n > 0, is memory on the chip: vector, scalar, flags. Plain S is HBM.
+        on_chip = re.search(r"S\([1-9]\d*\)", layout)
+        sizes = tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)
+        yield Array(dtype, sizes, on_chip is None)
+
+
+def trip_count(module: Module, inside: Computation, loop: Instruction) -> int | None:
+    """How often a `while` runs: XLA's word for it, else by running its integers."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if known:
+        return int(known.group(1))
+    integers = _Integers(module)
+    state = integers.value(inside, loop.operands[0], None)
+    condition = module.computations[loop.called("condition")]
+    body = module.computations[loop.called("body")]
+    for trips in range(LOOP_LIMIT):
+        go_on = integers.value(condition, condition.root.name, [state])
+        if go_on is None or not isinstance(state, list):
+            return None
+        if not go_on:
+            return trips
+        state = integers.value(body, body.root.name, [state])
+    return None
+
+
+class _Integers:
+    """Evaluates integer scalars and tuples of them; anything else is None."""
+
+    def __init__(self, module: Module):
+        self.module = module
+
+    def value(self, inside: Computation, name: str, arguments):
+        made_by = inside.instructions[name]
+        match made_by.opcode:
+            case "constant":
+                text = made_by.literal
+                return int(text) if re.fullmatch(r"-?\d+", text) else None
+            case "parameter":
+                return arguments[int(made_by.literal)] if arguments else None
+            case "tuple":
+                return [self.value(inside, o, arguments) for o in made_by.operands]
+            case "get-tuple-element":
+                index = int(re.search(r"index=(\d+)", made_by.attributes).group(1))
+                whole = self.value(inside, made_by.operands[0], arguments)
+                return whole[index] if isinstance(whole, list) else None
+            case "fusion" | "call":
+                if any(a.size != 1 or a.dtype[0] == "f" for a in made_by.arrays):
+                    return None
+                called = made_by.called("calls") or made_by.called("to_apply")
+                inner = self.module.computations[called]
+                values = [self.value(inside, o, arguments) for o in made_by.operands]
+                return self.value(inner, inner.root.name, values)
+            case "copy" | "bitcast" | "copy-done" | "copy-start" | "add" | "subtract":
+                pass
+            case "compare":
+                pass
+            case _:
+                return None
+        values = [self.value(inside, o, arguments) for o in made_by.operands]
+        if None in values or any(isinstance(v, list) for v in values):
+            return None
+        match made_by.opcode:
+            case "add":
+                return values[0] + values[1]
+            case "subtract":
+                return values[0] - values[1]
+            case "compare":
+                direction = re.search(r"direction=(\w+)", made_by.attributes).group(1)
+                left, right = values
+                return {
+                    "LT": left < right,
+                    "LE": left <= right,
+                    "GT": left > right,
+                    "GE": left >= right,
+                    "NE": left != right,
+                    "EQ": left == right,
+                }[direction]
+        return values[0]

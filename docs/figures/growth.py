@@ -1,0 +1,112 @@
+"""Draws how a step's cost grows: growth_<model>.svg and interconnect.svg.
+
+    python docs/figures/growth.py docs/figures/growth.csv
+
+The CSV holds rows of `python benchmarks/pod.py --csv docs/figures/growth.csv ...`. Rows
+compiled with fewer layers than their model has are scaled up to all of them and drawn
+hollow.
+"""
+
+import argparse
+import csv
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from models import MODELS  # noqa: E402
+
+# Dark to light with the fraction, so that greyscale keeps the order.
+SHADES = {1.0: "#08306b", 0.5: "#2171b5", 0.25: "#6baed6", 0.125: "#9ecae1"}
+
+
+def read(path) -> list[dict]:
+    """Rows with numbers as numbers, all layers of the model counted."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row["chips"], layers = int(row["chips"]), int(row["layers"])
+        row["fraction"] = float(row["fraction"] or 0)
+        row["scaled"] = layers < MODELS[row["model"]].layers
+        for column in ("modelled_seconds", "wire_bytes"):
+            row[column] = float(row[column]) * MODELS[row["model"]].layers / layers
+    return rows
+
+
+def style(name: str, fraction: float) -> dict:
+    """How a curve is drawn: shade and marker by optimizer and fraction."""
+    if name == "muon":
+        return {"color": "#a63603", "marker": "s", "linestyle": "--", "label": "Muon"}
+    if name == "adamw":
+        return {"color": "black", "marker": "^", "linestyle": ":", "label": "AdamW"}
+    label = f"Dion2, fraction {fraction:g}"
+    return {"color": SHADES.get(fraction, "grey"), "marker": "o", "label": label}
+
+
+def draw_time(model: str, rows: list[dict], folder: Path):
+    """Modelled milliseconds a step against chips, one curve an optimizer."""
+    curves = defaultdict(list)
+    for row in rows:
+        if row["model"] == model:
+            point = (row["chips"], row["modelled_seconds"] * 1e3, row["scaled"])
+            curves[row["optimizer"], row["fraction"]].append(point)
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for (name, fraction), points in sorted(curves.items(), reverse=True):
+        chips, milliseconds, scaled = zip(*sorted(points), strict=True)
+        look = style(name, fraction)
+        face = "white" if any(scaled) else look["color"]
+        axes.plot(chips, milliseconds, markerfacecolor=face, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({row["chips"] for row in rows if row["model"] == model})
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.set_xlabel("chips, parameters sharded over all")
+    axes.set_ylabel("modelled time of a step, ms per chip")
+    axes.set_title(f"{model}: {MODELS[model]}", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / f"growth_{model}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw_interconnect(rows: list[dict], folder: Path):
+    """Interconnect bytes against the fraction, one curve a model and chip count."""
+    curves = defaultdict(list)
+    for row in rows:
+        if row["optimizer"] == "dion2":
+            point = (row["fraction"], row["wire_bytes"] / 1e6)
+            curves[row["model"], row["chips"]].append(point)
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for (model, chips), points in sorted(curves.items()):
+        if len(points) > 2:
+            axes.plot(
+                *zip(*sorted(points), strict=True), "o-", label=f"{model}, {chips}"
+            )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("fraction of slices selected")
+    axes.set_ylabel("interconnect bytes per chip and step, MB")
+    axes.legend(title="model, chips", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "interconnect.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("csv", type=Path, help="rows written by pod.py --csv")
+    args = parser.parse_args(argv)
+    matplotlib.rcParams["svg.hashsalt"] = "dion2_jax"  # the same file at every run
+    rows = read(args.csv)
+    for model in sorted({row["model"] for row in rows}):
+        draw_time(model, rows, args.csv.parent)
+    draw_interconnect(rows, args.csv.parent)
+
+
+if __name__ == "__main__":
+    main()
