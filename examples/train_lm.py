@@ -22,6 +22,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         corpus = data.load(args.data, args.seq_len + 1, args.vocab_size)
         args.vocab_size = corpus.vocab
+        if args.processes > 1:
+            command = [
+                sys.executable,
+                __file__,
+                *(sys.argv[1:] if argv is None else argv),
+            ]
+            return processes.start_local(args, command)
         processes.emulate(args.devices)
         processes.join(args)
         return train(args, corpus)

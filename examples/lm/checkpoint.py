@@ -120,9 +120,9 @@ def _failing(folder: pathlib.Path, step: int):
     except Exception as error:  # Orbax, TensorStore and the OS have no common one
         if jax.process_index() == 0:
             clean(folder)
+        # TensorStore names every file on the way; the system's own words are enough.
         reason = " ".join(str(error).split())
-        # TensorStore names every file and source line; the system's own word is enough.
-        system = re.search(r"OS error \d+: (.*?)\]", reason)
+        system = re.search(r": ([^:]*) \[os_error_code='\d+'\]", reason)
         reason = system.group(1) if system else reason[:300]
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written: {reason}"

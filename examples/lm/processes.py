@@ -3,6 +3,10 @@
 import argparse
 import json
 import os
+import signal
+import socket
+import subprocess
+import time
 
 import numpy as np
 
@@ -64,3 +68,47 @@ def agree(find):
     if "error" in answer:
         raise (UserError if answer["user"] else RunError)(answer["error"])
     return answer["value"]
+
+
+def start_local(args: argparse.Namespace, command: list[str]) -> int:
+    """Runs `command` as args.processes joined processes on this machine.
+
+    Process 0 writes to this terminal, the others only their errors. SIGTERM and Ctrl-C
+    are handed on, so that the run saves first. Returns process 0's exit status, or that
+    of the first one to fail: the others are then stopped.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    joined = ["--distributed", f"--coordinator=127.0.0.1:{port}"]
+    joined += [f"--num-processes={args.processes}"]
+    running = [
+        subprocess.Popen(
+            [*command, "--processes=1", *joined, f"--process-id={i}"],
+            stdout=None if i == 0 else subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches them once, through us
+        )
+        for i in range(args.processes)
+    ]
+
+    def hand_on(number, frame):
+        # JAX's preemption service listens for SIGTERM, and tells every process.
+        running[0].send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hand_on)
+    try:
+        while all(process.poll() is None for process in running):
+            time.sleep(0.1)
+        failed = [p.returncode for p in running if p.poll() not in (None, 0)]
+        deadline = time.monotonic() + (20 if failed else 600)
+        for process in running:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        return failed[0] if failed else running[0].returncode
+    except subprocess.TimeoutExpired:
+        return failed[0] if failed else 1
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
