@@ -252,15 +252,17 @@ def print_largest(name: str, measured: Measured, number: int):
             f"{line.hbm_bytes / 1e6:10.2f} MB x{line.times:<4} {line.opcode:20} "
             f"{line.result:44} {line.name}  [{line.op_name or 'made by XLA'}]"
         )
-    print(f"{name}: HBM bytes by what in the program causes them")
-    causes: dict[str, list[int]] = {}
-    for line in measured.cost.lines:
-        sums = causes.setdefault(f"{line.opcode} [{line.op_name}]", [0, 0])
-        sums[0] += line.hbm_bytes
-        sums[1] += line.times
-    ordered = sorted(causes.items(), key=lambda item: -item[1][0])
-    for cause, (total, runs) in ordered[:number]:
-        print(f"{total / 1e6:10.2f} MB in {runs:5} {cause}")
+    units = {"hbm_bytes": (1e6, "MB"), "flops": (1e9, "Gop")}
+    for what, (unit, word) in units.items():
+        print(f"{name}: {what} by what in the program causes them")
+        causes: dict[str, list] = {}
+        for line in measured.cost.lines:
+            sums = causes.setdefault(f"{line.opcode} [{line.op_name}]", [0, 0])
+            sums[0] += getattr(line, what)
+            sums[1] += line.times
+        ordered = sorted(causes.items(), key=lambda item: -item[1][0])
+        for cause, (total, runs) in ordered[:number]:
+            print(f"{total / unit:10.2f} {word} in {runs:5} {cause}")
 
 
 def append_csv(args, chips: int, rows: dict[str, dict]):
