@@ -55,6 +55,13 @@ def draw_time(model: str, rows: list[dict], folder: Path):
         if row["model"] == model:
             point = (row["chips"], row["modelled_seconds"] * 1e3, row["scaled"])
             curves[row["optimizer"], row["fraction"]].append(point)
+    for (name, fraction), points in curves.items():
+        chips = [point[0] for point in points]
+        if len(set(chips)) < len(chips):
+            raise ValueError(
+                f"{model}, {name}, fraction {fraction:g}: two rows for one number of "
+                f"chips among {sorted(chips)}; keep one layout and one select_axis"
+            )
     figure, axes = plt.subplots(figsize=(6, 4))
     for (name, fraction), points in sorted(curves.items(), reverse=True):
         chips, milliseconds, scaled = zip(*sorted(points), strict=True)
