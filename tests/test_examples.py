@@ -375,7 +375,7 @@ def refused(capsys, *argv) -> str:
         ("--lr nan", "argument --lr: nan is not a number above 0"),
         ("--optimizer sgd", "argument --optimizer: invalid choice"),
         ("--heads 3", "must be a multiple of 2 x --heads 3"),
-        ("--warmup 200 --decay 200", "are more than --steps 300"),
+        ("--warmup 200 --decay 200", "are more than --steps 240"),
         ("--resume --overwrite", "give one of them"),
         ("--optimizer muon --axis-types explicit", "needs --axis-types auto"),
         ("--coordinator localhost:1 --distributed", "go together"),

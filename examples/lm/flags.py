@@ -3,7 +3,7 @@
 import argparse
 import math
 
-LEARNING_RATES = {"dion2": 0.02, "muon": 0.02, "adamw": 0.004}
+LEARNING_RATES = {"dion2": 0.05, "muon": 0.02, "adamw": 0.004}
 
 
 class _OneLine(argparse.ArgumentParser):
@@ -102,7 +102,7 @@ _GROUPS = {
          "half of --steps)"),
     ),
     "training": (
-        ("--steps N", _count, 300, "steps in all, those before a resume included"),
+        ("--steps N", _count, 240, "steps in all, those before a resume included"),
         ("--batch-size N", _count, 64, "sequences a step, over all devices"),
         ("--seq-len N", _count, 128, "tokens a sequence"),
         ("--seed N", _count_or_zero, 0, "of parameters and of the order of the data"),
