@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         RunError,
         OSError,
     ) as error:  # OSError: a full disk, a folder that went away
-        print(f"train_lm.py: {error}", file=sys.stderr)
+        sys.stderr.write(f"train_lm.py: {error}\n")  # whole, beside other threads
         return 1
 
 

@@ -9,11 +9,11 @@ unpickled.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import pathlib
-import re
 import shutil
 import threading
 
@@ -122,8 +122,10 @@ def _failing(folder: pathlib.Path, step: int):
             clean(folder)
         # TensorStore names every file on the way; the system's own words are enough.
         reason = " ".join(str(error).split())
-        system = re.search(r": ([^:]*) \[os_error_code='\d+'\]", reason)
-        reason = system.group(1) if system else reason[:300]
+        system = map(
+            os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+        )
+        reason = next((words for words in system if words in reason), reason[:300])
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written: {reason}"
         ) from error
