@@ -7,13 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from dion2_jax import _arguments as check
+from dion2_jax._leaves import is_dimensions
 from dion2_jax._matrices import matrix_dimension_numbers
 from dion2_jax._scaling import ADJUST_LR, scale_by_shape
-from dion2_jax._transform import (
-    SCALE_BY_DION2_STATIC_ARGS,
-    is_dimensions,
-    scale_by_dion2,
-)
+from dion2_jax._transform import SCALE_BY_DION2_STATIC_ARGS, scale_by_dion2
 from dion2_jax._trees import leaf_paths, name_of, resolve_entries
 
 STATIC_ARGS = (

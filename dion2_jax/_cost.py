@@ -7,11 +7,8 @@ device's own part included; an all-reduce once. Operations are those of Newton-S
 import math
 from dataclasses import dataclass
 
-from dion2_jax._orthogonalize import cheaper_method, gram_restarts, ns_flops
+from dion2_jax._options import FLOAT32, Options
 from dion2_jax._plan import Exchange, Group, Plan
-from dion2_jax._step import Options
-
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -56,33 +53,12 @@ def exchange_cost(exchange: Exchange, options: Options) -> Cost:
         if exchange.owners > exchange.devices
         else 0,
     )
-    steps, restarts = len(options.table), gram_restarts(options.table)
-    r, c = exchange.shape
     for slot in exchange.slots:
-        method = options.method
-        if method == "auto":
-            method = cheaper_method(
-                *(r, c),
-                steps=steps,
-                dtype=options.dtype,
-                team=slot.team,
-                restarts=restarts,
-            )
-        work = 0.0
-        if options.newton_schulz_fn is None:
-            work = slot.repeat * ns_flops(
-                *(r, c),
-                steps=steps,
-                method=method,
-                dtype=options.dtype,
-                team=slot.team,
-                restarts=restarts,
-            )
-        reduced = 0
-        if slot.team > 1:
-            gram = steps * itemsize if method == "direct" else (1 + restarts) * FLOAT32
-            reduced = slot.repeat * (gram * r * r + 3 * FLOAT32)
-        cost += Cost(all_reduce=reduced, operations=work)
+        shape, team = exchange.shape, slot.team
+        cost += Cost(
+            all_reduce=options.reduced_bytes(shape, team) * slot.repeat,
+            operations=options.operations(shape, team) * slot.repeat,
+        )
     return cost
 
 

@@ -81,12 +81,10 @@ def bring_home(exchange: Exchange, groups, owned) -> list[tuple[Segment, jax.Arr
 
 def select_owned(exchange: Exchange, slot: Slot, choices: list):
     """Of one array for every segment of a slot, the one this device owns."""
-    chosen, position = choices[0], 0
-    for segment, choice in zip(slot.segments[1:], choices[1:], strict=True):
-        position += _positions(slot.segments[0], slot) if not position else 0
-        here = _position(exchange, slot) >= position
-        chosen = jnp.where(here, choice, chosen)
-        position += _positions(segment, slot)
+    chosen, start = choices[0], 0
+    for before, choice in zip(slot.segments, choices[1:], strict=False):
+        start += _positions(before, slot)
+        chosen = jnp.where(_position(exchange, slot) >= start, choice, chosen)
     return chosen
 
 

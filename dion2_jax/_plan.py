@@ -7,12 +7,13 @@ slots: in one slot every device, or every team of devices, gets one matrix.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dion2_jax._layout import Layout, Names
+from dion2_jax._options import Options
 from dion2_jax._selection import slice_count
 
 # One v5e chip: operations and interconnect bytes a second. Only their ratio decides.
@@ -135,27 +136,23 @@ class Plan:
 def make_plan(
     layouts: Sequence[Layout],
     dtypes: Sequence,
+    options: Options,
     *,
     fraction: float,
     selection: str,
     share_replicas: bool,
-    max_elements: int,
-    flops: Callable[[int, int, int], float],
-    reduced_elements: Callable[[int, int], float],
-    itemsize: int,
-    teams: bool,
+    max_exchange_bytes: int,
 ) -> Plan:
     """The plan for leaves of one mesh.
 
     Args:
         layouts, dtypes: of the leaves' momentum.
-        fraction, selection, share_replicas: as in `scale_by_dion2`.
-        max_elements: largest all-to-all buffer on one device.
-        flops: (r, c, team) -> operations a device spends on one matrix.
-        reduced_elements: (r, c) -> elements all-reduced in a team for one matrix.
-        itemsize: bytes of one exchanged element.
-        teams: whether several devices may share a matrix.
+        options: static arguments of the step; they tell what a matrix costs.
+        fraction, selection, share_replicas, max_exchange_bytes: as in
+            `scale_by_dion2`.
     """
+    itemsize = options.dtype.itemsize
+    teams = options.newton_schulz_fn is None
     members: dict = {}
     for leaf, (layout, dtype) in enumerate(zip(layouts, dtypes, strict=True)):
         key = _group_key(layout, dtype, fraction, selection)
@@ -185,16 +182,17 @@ def make_plan(
         copies = tuple(mesh.shape[a] for a in shared)
         owners = math.prod(sizes) * math.prod(copies)
 
-        def cost(team, shape=shape, piece=piece, sizes=sizes):
-            moved = 2 * math.prod(sizes) * piece / team * (math.prod(sizes) > 1)
-            reduced = 2 * reduced_elements(*shape) * (team > 1)
+        def cost(team, shape=shape, piece=piece, devices=math.prod(sizes)):
+            moved = 2 * devices * piece * itemsize / team * (devices > 1)
+            reduced = 2 * options.reduced_bytes(shape, team)  # an all-reduce: twice
             return (
-                flops(shape[0], shape[1], team) / OPERATIONS_PER_SECOND
-                + (moved + reduced) * itemsize / BYTES_PER_SECOND
+                options.operations(shape, team) / OPERATIONS_PER_SECOND
+                + (moved + reduced) / BYTES_PER_SECOND
             )
 
         slots = _deal(indices, groups, owners, cost, teams)
-        for chunk in _rounds(slots, owners, math.prod(sizes) * piece, max_elements):
+        slot_bytes = math.prod(sizes) * piece * itemsize
+        for chunk in _rounds(slots, owners, slot_bytes, max_exchange_bytes):
             exchanges.append(Exchange(axes, sizes, shared, copies, shape, piece, chunk))
     return Plan(tuple(layouts), tuple(groups), tuple(exchanges))
 
@@ -256,14 +254,14 @@ def _deal(indices, groups, owners: int, cost, teams: bool) -> list[Slot]:
     return slots
 
 
-def _rounds(slots, owners: int, slot_elements: int, most: int) -> list[tuple]:
-    """Slots cut into rounds of at most `most` elements each, one slot at the least."""
+def _rounds(slots, owners: int, slot_bytes: int, most: int) -> list[tuple]:
+    """Slots cut into rounds of at most `most` bytes each, one slot at the least."""
     rounds: list[tuple] = []
     current: list[Slot] = []
     room = most
     for slot in slots:
         first, left = slot.segments[0].first, slot.repeat
-        each = slot_elements // slot.team
+        each = slot_bytes // slot.team
         while left:
             fits = max(0, min(left, room // each)) if each else left
             if not fits and not current:

@@ -5,9 +5,7 @@ accumulate, select, decay, exchange, orthogonalize, exchange back, update.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,8 @@ from dion2_jax._exchange import (
 )
 from dion2_jax._layout import Layout
 from dion2_jax._normalize import neuron_factors
-from dion2_jax._orthogonalize import cheaper_method, gram_restarts, orthogonalize
+from dion2_jax._options import Options
+from dion2_jax._orthogonalize import orthogonalize
 from dion2_jax._plan import Exchange, Group, Plan
 from dion2_jax._selection import (
     ascending,
@@ -34,20 +33,6 @@ from dion2_jax._selection import (
     slice_scores,
     top_slices,
 )
-
-
-@dataclass(frozen=True)
-class Options:
-    """The static arguments of `scale_by_dion2` that a step reads."""
-
-    score: str
-    seed: int
-    table: tuple
-    norm_scale: float
-    method: str
-    dtype: Any
-    newton_schulz_fn: Callable | None
-    per_shard: bool
 
 
 @dataclass(frozen=True)
@@ -217,10 +202,13 @@ def _exchange(plan: Plan, exchange: Exchange, options, stacks, selected, eps):
         for g, group in groups.items():
             x = pieces[g]
             if group.compact is not None:
+                # Of other segments' matrices nothing is read under this group's view.
                 tables = [
-                    selected[s.group].rows
-                    if plan.groups[s.group].compact == group.compact
-                    else jnp.zeros_like(selected[g].rows)
+                    selected[g].rows
+                    if s.group == g
+                    else jnp.zeros(
+                        (plan.groups[s.group].size, group.compact), jnp.int32
+                    )
                     for s in slot.segments
                 ]
                 rows[g] = owned_rows(exchange, slot, tables)
@@ -256,21 +244,12 @@ def _orthogonalize(x, exchange: Exchange, slot, options: Options, eps):
         def combine(partial):
             return lax.psum(partial, axes, axis_index_groups=teams)
 
-    method = options.method
-    if method == "auto":
-        method = cheaper_method(
-            *exchange.shape,
-            steps=len(options.table),
-            dtype=options.dtype,
-            team=slot.team,
-            restarts=gram_restarts(options.table),
-        )
     return orthogonalize(
         x,
         table=options.table,
         norm_scale=options.norm_scale,
         eps=eps,
-        method=method,
+        method=options.method(exchange.shape, slot.team),
         combine=combine,
     )
 

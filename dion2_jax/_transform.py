@@ -8,23 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from optax.contrib import MuonDimensionNumbers
 
 from dion2_jax import _arguments as check
-from dion2_jax._layout import SELECT_AXES, Layout, describe_leaf, resolve_layout
-from dion2_jax._matrices import matrix_dimension_numbers
-from dion2_jax._orthogonalize import (
-    cheaper_method,
-    gram_restarts,
-    newton_schulz_table,
-    ns_flops,
-)
+from dion2_jax._layout import SELECT_AXES, Layout, describe_leaf
+from dion2_jax._leaves import FLOATS, resolve_layouts
+from dion2_jax._options import Options, make_options
 from dion2_jax._plan import Plan, make_plan
-from dion2_jax._selection import SCORES
-from dion2_jax._step import Options, dion2_step
-from dion2_jax._trees import leaf_paths, name_of, resolve_entries
-
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+from dion2_jax._step import dion2_step
+from dion2_jax._trees import leaf_paths, name_of
 
 SCALE_BY_DION2_STATIC_ARGS = (
     *("fraction", "selection", "select_axis", "score", "seed", "ns_coeffs"),
@@ -45,56 +36,6 @@ class ScaleByDion2State(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # as optax names it
     mu: Any
     nu: Any = None
-
-
-def is_dimensions(x) -> bool:
-    """Whether `x` is one entry of `weight_dimension_numbers`."""
-    return isinstance(x, MuonDimensionNumbers)
-
-
-def is_sharding(x) -> bool:
-    """Whether `x` is one entry of `param_shardings`."""
-    return isinstance(x, NamedSharding | PartitionSpec)
-
-
-def shardings_of(params):
-    """The sharding of every leaf, for the argument `param_shardings`.
-
-    Args:
-        params: tree of arrays, or of `ShapeDtypeStruct`s with shardings. Call it
-            outside of `jit`: a tracer on Auto axes does not know its sharding.
-
-    Returns:
-        The same tree of `jax.sharding.NamedSharding`, None for an array on one device.
-
-    Raises:
-        ValueError: a leaf is sharded, but not by a NamedSharding.
-        TypeError: a leaf has no sharding, or is a tracer.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> shardings_of({"w": jnp.zeros((2, 3))})
-        {'w': None}
-    """
-    paths, leaves, treedef = leaf_paths(params)
-    shardings = []
-    for path, x in zip(paths, leaves, strict=True):
-        if isinstance(x, jax.core.Tracer) or not hasattr(x, "sharding"):
-            raise TypeError(
-                f"shardings_of needs arrays, got {type(x).__name__} for "
-                f"{name_of(path)!r}: call it outside of jit, on the placed parameters"
-            )
-        sharding = x.sharding
-        if not isinstance(sharding, NamedSharding):
-            if sharding is not None and len(sharding.device_set) > 1:
-                raise ValueError(
-                    f"{describe_leaf(name_of(path), x.shape)}: lies on several devices "
-                    f"by a {type(sharding).__name__}, which names no mesh axes: place "
-                    f"it with a jax.sharding.NamedSharding"
-                )
-            sharding = None
-        shardings.append(sharding)
-    return jax.tree_util.tree_unflatten(treedef, shardings)
 
 
 def scale_by_dion2(
@@ -175,25 +116,24 @@ def scale_by_dion2(
     check.check_number("ef_decay", ef_decay)
     check.check_number("eps", eps)
     check.check_number("neuron_beta2", neuron_beta2, optional=True)
-    check.check_choice("selection", selection, ("local", "global"))
     check.check_choice("select_axis", select_axis, SELECT_AXES)
-    check.check_choice("score", score, SCORES)
-    check.check_choice("ns_method", ns_method, ("direct", "gram", "auto"))
-    seed = check.check_int("seed", seed, 0)
     max_exchange_bytes = check.check_int("max_exchange_bytes", max_exchange_bytes, 1)
     check.check_bool("share_replicas", share_replicas)
-    check.check_callable("newton_schulz_fn", newton_schulz_fn)
-    dtype = check.check_dtype("ns_dtype", ns_dtype, (jnp.bfloat16, jnp.float32))
     momentum_dtype = check.check_dtype("mu_dtype", mu_dtype, FLOATS, optional=True)
-    table, norm_scale = newton_schulz_table(ns_coeffs, ns_steps)
+    options = make_options(
+        selection=selection,
+        score=score,
+        seed=seed,
+        ns_coeffs=ns_coeffs,
+        ns_steps=ns_steps,
+        ns_method=ns_method,
+        ns_dtype=ns_dtype,
+        newton_schulz_fn=newton_schulz_fn,
+    )
     if weight_splits is not None:
         raise NotImplementedError(
             "weight_splits is not available yet: pass the blocks as separate parameters"
         )
-    options = Options(
-        *(score, seed, table, norm_scale, ns_method, dtype, newton_schulz_fn),
-        per_shard=selection == "local",
-    )
 
     def layouts_of(tree) -> list[Layout]:
         return resolve_layouts(
@@ -243,7 +183,7 @@ def scale_by_dion2(
             for x in (ef_decay, eps, neuron_beta2)
         )
         for mesh, indices in by_mesh.items():
-            plan = plan_of(
+            plan = make_plan(
                 [layouts[i] for i in indices],
                 [momenta[i].dtype for i in indices],
                 options,
@@ -267,77 +207,6 @@ def scale_by_dion2(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def resolve_layouts(
-    tree, weight_dimension_numbers, param_shardings, select_axis: str, *, neurons: bool
-) -> list[Layout]:
-    """The layout of every leaf; arguments as in `scale_by_dion2`."""
-    paths, leaves, _ = leaf_paths(tree)
-    dimensions = resolve_entries(
-        "weight_dimension_numbers",
-        matrix_dimension_numbers
-        if weight_dimension_numbers is None
-        else weight_dimension_numbers,
-        *(tree, is_dimensions),
-    )
-    shardings = resolve_entries("param_shardings", param_shardings, tree, is_sharding)
-    layouts = []
-    for path, x, sharding, axes in zip(
-        paths, leaves, shardings, dimensions, strict=True
-    ):
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-            raise TypeError(
-                f"{describe_leaf(name_of(path), x.shape)} has dtype {x.dtype}; "
-                f"expected one of {', '.join(jnp.dtype(f).name for f in FLOATS)}. "
-                f"Leave it out with optax.masked or optax.partition"
-            )
-        layouts.append(
-            resolve_layout(
-                *(name_of(path), x, sharding, axes, select_axis), neurons=neurons
-            )
-        )
-    return layouts
-
-
-def plan_of(
-    layouts, dtypes, options: Options, *, max_exchange_bytes: int, **arguments
-) -> Plan:
-    """The plan of leaves on one mesh, costs counted for the options given."""
-    steps, restarts = len(options.table), gram_restarts(options.table)
-
-    def method(r, c, team):
-        if options.method != "auto":
-            return options.method
-        return cheaper_method(
-            r, c, steps=steps, dtype=options.dtype, team=team, restarts=restarts
-        )
-
-    def flops(r, c, team):
-        return ns_flops(
-            *(r, c),
-            steps=steps,
-            method=method(r, c, team),
-            dtype=options.dtype,
-            team=team,
-            restarts=restarts,
-        )
-
-    def reduced(r, c):
-        if method(r, c, 1) == "direct":
-            return steps * r * r
-        return (1 + restarts) * r * r * 4 / options.dtype.itemsize
-
-    return make_plan(
-        layouts,
-        dtypes,
-        **arguments,
-        max_elements=max(1, max_exchange_bytes // options.dtype.itemsize),
-        flops=flops,
-        reduced_elements=reduced,
-        itemsize=options.dtype.itemsize,
-        teams=options.newton_schulz_fn is None,
-    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,16 +10,10 @@ from dion2_jax import _arguments as check
 from dion2_jax._alias import dion2
 from dion2_jax._cost import Cost, leaf_costs, plan_cost
 from dion2_jax._layout import Layout
+from dion2_jax._leaves import is_dimensions, resolve_layouts, shardings_of
 from dion2_jax._matrices import matrix_rule
-from dion2_jax._orthogonalize import newton_schulz_table
-from dion2_jax._plan import Plan
-from dion2_jax._step import Options
-from dion2_jax._transform import (
-    is_dimensions,
-    plan_of,
-    resolve_layouts,
-    shardings_of,
-)
+from dion2_jax._options import make_options
+from dion2_jax._plan import Plan, make_plan
 from dion2_jax._trees import leaf_paths, name_of, resolve_entries
 
 HEADER = ("parameter", "shape", "by", "why", "selects", "exchange", "MB", "GFLOP")
@@ -105,13 +99,9 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
         name: p.default for name, p in inspect.signature(dion2).parameters.items()
     } | arguments
     fraction = check.check_fraction(fraction, "STATIC_ARGS")
-    table, norm_scale = newton_schulz_table(given["ns_coeffs"], given["ns_steps"])
     neurons = given["neuron_beta2"] is not None
-    options = Options(
-        *(given["score"], given["seed"], table, norm_scale, given["ns_method"]),
-        *(jnp.dtype(given["ns_dtype"]), given["newton_schulz_fn"]),
-        per_shard=given["selection"] == "local",
-    )
+    accepted = inspect.signature(make_options).parameters
+    options = make_options(**{name: given[name] for name in accepted})
     paths, leaves, treedef = leaf_paths(params)
     shapes = {path: x.shape for path, x in zip(paths, leaves, strict=True)}
     given_rule = given["weight_dimension_numbers"]
@@ -138,7 +128,7 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
     total = Cost()
     for mesh in dict.fromkeys(x.mesh for x in layouts):
         here = [n for n, x in enumerate(layouts) if x.mesh == mesh]
-        plan = plan_of(
+        plan = make_plan(
             [layouts[n] for n in here],
             [given["mu_dtype"] or leaves[taken[n]].dtype for n in here],
             options,

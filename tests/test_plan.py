@@ -9,10 +9,9 @@ from optax.contrib import MuonDimensionNumbers
 
 from dion2_jax import describe
 from dion2_jax._layout import resolve_layout
-from dion2_jax._orthogonalize import newton_schulz_table
+from dion2_jax._options import make_options
+from dion2_jax._plan import make_plan
 from dion2_jax._selection import slice_count
-from dion2_jax._step import Options
-from dion2_jax._transform import plan_of
 
 
 def plan(count, shape, devices, *, spec=("fsdp",), most=2**28, select_axis="sharded"):
@@ -22,12 +21,17 @@ def plan(count, shape, devices, *, spec=("fsdp",), most=2**28, select_axis="shar
         resolve_layout(f"w{i}", x, x.sharding, MuonDimensionNumbers(0, 1), select_axis)
         for i in range(count)
     ]
-    table, scale = newton_schulz_table("polar_express", 5)
-    options = Options(
-        *("l1", 0, table, scale, "direct", jnp.dtype(jnp.bfloat16), None),
-        per_shard=True,
+    options = make_options(
+        selection="local",
+        score="l1",
+        seed=0,
+        ns_coeffs="polar_express",
+        ns_steps=5,
+        ns_method="direct",
+        ns_dtype=jnp.bfloat16,
+        newton_schulz_fn=None,
     )
-    return plan_of(
+    return make_plan(
         *(layouts, [jnp.float32] * count, options),
         fraction=0.25,
         selection="local",

@@ -1,0 +1,93 @@
+"""Every leaf's layout from the arguments that are given per leaf."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers
+
+from dion2_jax._layout import Layout, describe_leaf, resolve_layout
+from dion2_jax._matrices import matrix_dimension_numbers
+from dion2_jax._trees import leaf_paths, name_of, resolve_entries
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+
+
+def is_dimensions(x) -> bool:
+    """Whether `x` is one entry of `weight_dimension_numbers`."""
+    return isinstance(x, MuonDimensionNumbers)
+
+
+def is_sharding(x) -> bool:
+    """Whether `x` is one entry of `param_shardings`."""
+    return isinstance(x, NamedSharding | PartitionSpec)
+
+
+def shardings_of(params):
+    """The sharding of every leaf, for the argument `param_shardings`.
+
+    Args:
+        params: tree of arrays, or of `ShapeDtypeStruct`s with shardings. Call it
+            outside of `jit`: a tracer on Auto axes does not know its sharding.
+
+    Returns:
+        The same tree of `jax.sharding.NamedSharding`, None for an array on one device.
+
+    Raises:
+        ValueError: a leaf is sharded, but not by a NamedSharding.
+        TypeError: a leaf has no sharding, or is a tracer.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> shardings_of({"w": jnp.zeros((2, 3))})
+        {'w': None}
+    """
+    paths, leaves, treedef = leaf_paths(params)
+    shardings = []
+    for path, x in zip(paths, leaves, strict=True):
+        if isinstance(x, jax.core.Tracer) or not hasattr(x, "sharding"):
+            raise TypeError(
+                f"shardings_of needs arrays, got {type(x).__name__} for "
+                f"{name_of(path)!r}: call it outside of jit, on the placed parameters"
+            )
+        sharding = x.sharding
+        if not isinstance(sharding, NamedSharding):
+            if sharding is not None and len(sharding.device_set) > 1:
+                raise ValueError(
+                    f"{describe_leaf(name_of(path), x.shape)}: lies on several devices "
+                    f"by a {type(sharding).__name__}, which names no mesh axes: place "
+                    f"it with a jax.sharding.NamedSharding"
+                )
+            sharding = None
+        shardings.append(sharding)
+    return jax.tree_util.tree_unflatten(treedef, shardings)
+
+
+def resolve_layouts(
+    tree, weight_dimension_numbers, param_shardings, select_axis: str, *, neurons: bool
+) -> list[Layout]:
+    """The layout of every leaf; arguments as in `scale_by_dion2`."""
+    paths, leaves, _ = leaf_paths(tree)
+    dimensions = resolve_entries(
+        "weight_dimension_numbers",
+        matrix_dimension_numbers
+        if weight_dimension_numbers is None
+        else weight_dimension_numbers,
+        *(tree, is_dimensions),
+    )
+    shardings = resolve_entries("param_shardings", param_shardings, tree, is_sharding)
+    layouts = []
+    for path, x, sharding, axes in zip(
+        paths, leaves, shardings, dimensions, strict=True
+    ):
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise TypeError(
+                f"{describe_leaf(name_of(path), x.shape)} has dtype {x.dtype}; "
+                f"expected one of {', '.join(jnp.dtype(f).name for f in FLOATS)}. "
+                f"Leave it out with optax.masked or optax.partition"
+            )
+        layouts.append(
+            resolve_layout(
+                *(name_of(path), x, sharding, axes, select_axis), neurons=neurons
+            )
+        )
+    return layouts

@@ -1,0 +1,136 @@
+"""Every kind of sharding against the oracle, on whole trees, two steps long."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    KINDS,
+    MOMENTUM,
+    UPDATE,
+    float64,
+    frobenius,
+    make_mesh,
+    needed_shardings,
+    place,
+    relative,
+)
+from optax.contrib import MuonDimensionNumbers
+from reference import step as reference_step
+
+from dion2_jax import scale_by_dion2
+
+KERNEL = (0, 1)
+GLOBAL = dict(selection="global")
+NEURONS = dict(neuron_beta2=0.9)
+
+# mesh, leaves (matrices, shape, partition, (reduction, output)), arguments
+LAYOUTS = {
+    "both axes": ((4, 2), [(9, (16, 24), ("a", "b"), KERNEL)], {}),
+    "both axes, the other way round, exact": (
+        *((4, 2), [(5, (32, 16), ("b", "a"), KERNEL)]),
+        dict(select_axis="shorter", **GLOBAL),
+    ),
+    "both axes, a tuple on one": (
+        (2, 2, 2),
+        [(3, (16, 8), (("c", "a"), "b"), KERNEL)],
+        {},
+    ),
+    "replicas share": ((4, 2), [(5, (32, 16), ("b",), KERNEL)], {}),
+    "replicas share, exact": ((4, 2), [(5, (32, 16), ("b",), KERNEL)], GLOBAL),
+    "replicated": ((4, 2), [(5, (32, 16), (), KERNEL)], {}),
+    "a team of all devices": ((8,), [(1, (32, 4096), ("a",), KERNEL)], {}),
+    "a team across replicas": ((4, 2), [(1, (32, 4096), ("a",), KERNEL)], {}),
+    "experts": ((8,), [(1, (8, 12, 16), ("a",), (1, 2))], {}),
+    "experts, sharded matrices, neurons": (
+        *((4, 2), [(2, (4, 16, 8), ("a", None, "b"), (1, 2))]),
+        NEURONS,
+    ),
+    "layers in the middle": ((8,), [(2, (16, 3, 24), ("a",), (0, 2))], {}),
+    "heads in the reduction, exact, neurons": (
+        *((2, 2, 2), [(2, (4, 16, 8), ("c", "a"), ((0, 2), 1))]),
+        NEURONS | GLOBAL,
+    ),
+    "heads in the output, inner axis sharded, exact, rounds": (
+        *((2, 2, 2), [(3, (16, 4, 8), ("a", "b", "c"), (0, (1, 2)))]),
+        dict(score="l2", max_exchange_bytes=64, **GLOBAL),
+    ),
+    "neurons across the reduction's devices": (
+        *((8,), [(3, (32, 24), ("a",), KERNEL)]),
+        NEURONS,
+    ),
+    # Remainders of two groups in one slot: pieces agree in size, not in shape.
+    "mixed slots": (
+        *((8,), [(9, (16, 32), ("a",), KERNEL), (10, (32, 16), (None, "a"), KERNEL)]),
+        {},
+    ),
+    "mixed slots of transposed pieces": (
+        *((8,), [(11, (16, 64), ("a",), KERNEL), (12, (64, 16), ("a",), KERNEL)]),
+        dict(select_axis="shorter"),
+    ),
+    "mixed exact slots that send different numbers": (
+        *((4,), [(1, (16, 8), ("a",), KERNEL), (3, (32, 4), ("a",), KERNEL)]),
+        GLOBAL,
+    ),
+}
+OF_THE_ORACLE = ("selection", "select_axis", "score", "neuron_beta2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_the_oracle(name, kind):
+    sizes, described, arguments = LAYOUTS[name]
+    mesh = make_mesh(sizes, kind)
+    leaves = {
+        f"{g}-{i}": (shape, spec, axes)
+        for g, (count, shape, spec, axes) in enumerate(described)
+        for i in range(count)
+    }
+    rng = np.random.default_rng(0)
+    raw = [
+        {w: rng.normal(size=x[0]).astype(np.float32) for w, x in leaves.items()}
+        for _ in range(2)
+    ]
+    grads = [{w: place(g[w], mesh, leaves[w][1]) for w in leaves} for g in raw]
+    tx = scale_by_dion2(
+        *(0.25, 0.9),
+        ns_dtype=jnp.float32,
+        weight_dimension_numbers={
+            w: MuonDimensionNumbers(*axes) for w, (_, _, axes) in leaves.items()
+        },
+        param_shardings=needed_shardings(grads[0], kind),
+        **arguments,
+    )
+    state, update = tx.init(grads[0]), jax.jit(tx.update)
+    known = {k: v for k, v in arguments.items() if k in OF_THE_ORACLE}
+    expected = {w: None for w in leaves}
+    for t, grad in enumerate(grads):
+        updates, state = update(grad, state)
+        for w, (shape, spec, (reduction, output)) in leaves.items():
+            before = expected[w]
+            expected[w] = now = reference_step(
+                raw[t][w],
+                before.mu if before else np.zeros(shape),
+                nu=before.nu if before else None,
+                reduction=reduction,
+                output=output,
+                shards=shards(mesh, spec, len(shape)),
+                fraction=0.25,
+                ef_decay=0.9,
+                **known,
+            )
+            found = float64(updates[w])
+            np.testing.assert_array_equal(found != 0, now.update != 0)
+            assert frobenius(found, now.update) <= UPDATE
+            assert relative(float64(state.mu[w]), now.mu) <= MOMENTUM
+            if now.nu is not None:
+                assert relative(float64(state.nu[w]), now.nu) <= UPDATE
+            for x in (updates[w], state.mu[w]):
+                assert x.sharding.is_equivalent_to(grad[w].sharding, x.ndim)
+
+
+def shards(mesh, spec, rank):
+    """Shards along every axis."""
+    entries = [(e,) if isinstance(e, str) else e or () for e in spec]
+    counts = [int(np.prod([mesh.shape[n] for n in e])) for e in entries]
+    return (*counts, *(1 for _ in range(rank - len(counts))))
