@@ -72,6 +72,10 @@ LAYOUTS = {
         *((4,), [(1, (16, 8), ("a",), KERNEL), (3, (32, 4), ("a",), KERNEL)]),
         GLOBAL,
     ),
+    "a remainder of exact tall submatrices": (
+        *((8,), [(3, (64, 8), ("a",), KERNEL)]),
+        GLOBAL,
+    ),
 }
 OF_THE_ORACLE = ("selection", "select_axis", "score", "neuron_beta2")
 
@@ -127,6 +131,32 @@ def test_layout_equals_the_oracle(name, kind):
                 assert relative(float64(state.nu[w]), now.nu) <= UPDATE
             for x in (updates[w], state.mu[w]):
                 assert x.sharding.is_equivalent_to(grad[w].sharding, x.ndim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ties_fall_by_index_where_an_inner_axis_is_sharded(kind):
+    # All scores are equal. The output is (heads, head size): the first quarter of its
+    # slices is one head, which lies on every device of axis b.
+    mesh, shape, spec = make_mesh((2, 4), kind), (16, 4, 8), (None, "a", "b")
+    raw = np.ones(shape, np.float32)
+    grads = {"w": place(raw, mesh, spec)}
+    tx = scale_by_dion2(
+        *(0.25, 0.5),
+        selection="global",
+        weight_dimension_numbers=MuonDimensionNumbers(0, (1, 2)),
+        param_shardings=needed_shardings(grads, kind),
+    )
+    _, state = jax.jit(tx.update)(grads, tx.init(grads))
+    expected = reference_step(
+        *(raw, np.zeros(shape)),
+        reduction=0,
+        output=(1, 2),
+        shards=shards(mesh, spec, 3),
+        ef_decay=0.5,
+        selection="global",
+    )
+    assert (expected.mu[:, 0] == 0.5).all() and (expected.mu[:, 1:] == 1).all()
+    np.testing.assert_array_equal(state.mu["w"], expected.mu)
 
 
 def shards(mesh, spec, rank):
