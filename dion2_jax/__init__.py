@@ -1,6 +1,7 @@
 """Dion2: a sharded matrix optimizer for JAX, as Optax gradient transformations."""
 
 from dion2_jax._alias import STATIC_ARGS, dion2
+from dion2_jax._dion3 import dion3
 from dion2_jax._leaves import shardings_of
 from dion2_jax._matrices import matrix_dimension_numbers
 from dion2_jax._transform import (
@@ -18,6 +19,7 @@ __all__ = [
     "ScaleByDion2State",
     "describe",
     "dion2",
+    "dion3",
     "matrix_dimension_numbers",
     "scale_by_dion2",
     "shardings_of",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from dion2_jax import _arguments as check
-from dion2_jax._leaves import is_dimensions
+from dion2_jax._leaves import is_dimensions, is_splits
 from dion2_jax._matrices import matrix_dimension_numbers
 from dion2_jax._scaling import ADJUST_LR, scale_by_shape
 from dion2_jax._transform import SCALE_BY_DION2_STATIC_ARGS, scale_by_dion2
@@ -69,6 +69,7 @@ def dion2(
             leaf goes to AdamW. None: `matrix_dimension_numbers`.
         adjust_lr: factor of the update by the whole matrix' shape: "spectral_norm":
             sqrt(fan_out / fan_in); "rms_norm": 0.2 sqrt(max(fan_out, fan_in)); None.
+            Of a fused leaf, by every block's shape.
         adjust_fraction: also multiply by 1 / sqrt(fraction): weight decay acts on all
             slices at every step, the update only on a fraction of them.
         weight_decay: of the matrices, times the learning rate.
@@ -120,7 +121,6 @@ def dion2(
         eps=eps,
         mu_dtype=mu_dtype,
         neuron_beta2=neuron_beta2,
-        weight_splits=weight_splits,
         param_shardings=param_shardings,
         share_replicas=share_replicas,
         max_exchange_bytes=max_exchange_bytes,
@@ -138,13 +138,33 @@ def dion2(
                     f"optax.masked or optax.partition"
                 )
         entries = resolve_entries("weight_dimension_numbers", rule, tree, is_dimensions)
-        known = dict(zip(paths, entries, strict=True))
+        splits = resolve_entries("weight_splits", weight_splits, tree, is_splits)
+        for path, entry, blocks in zip(paths, entries, splits, strict=True):
+            if blocks and not entry:
+                raise ValueError(
+                    f"weight_splits has {blocks} for the parameter {name_of(path)!r}, "
+                    f"which AdamW takes: name its axes in weight_dimension_numbers, or "
+                    f"leave its blocks out"
+                )
+        known = dict(zip(paths, zip(entries, splits, strict=True), strict=True))
 
         def dimensions(part):
-            return [known[path] for path in leaf_paths(part)[0]]
+            paths = leaf_paths(part)[0]
+            unknown = [name_of(path) for path in paths if path not in known]
+            if unknown:
+                names = ", ".join(map(name_of, list(known)[:5]))
+                raise ValueError(
+                    f"the optimizer's state has a matrix {unknown[0]!r} that the "
+                    f"parameters have not: they have {names}. "
+                    f"Give update the tree that init got; of an nnx.State take "
+                    f"nnx.as_pure for both"
+                )
+            return [known[path] for path in paths]
 
-        def dimensions_tree(part):
-            return leaf_paths(part)[2].unflatten(dimensions(part))
+        def entry_tree(index):
+            return lambda part: leaf_paths(part)[2].unflatten(
+                [pair[index] for pair in dimensions(part)]
+            )
 
         def labels(_):
             return treedef.unflatten(["dion2" if e else "adam" for e in entries])
@@ -152,7 +172,8 @@ def dion2(
         matrices = optax.chain(
             scale_by_dion2(
                 *(fraction, ef_decay),
-                weight_dimension_numbers=dimensions_tree,
+                weight_dimension_numbers=entry_tree(0),
+                weight_splits=entry_tree(1),
                 **arguments,
             ),
             scale_by_shape(

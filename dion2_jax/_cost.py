@@ -65,14 +65,15 @@ def exchange_cost(exchange: Exchange, options: Options) -> Cost:
 def group_cost(group: Group, options: Options, neurons: bool) -> Cost:
     """Of one group's scores and second moments: a few numbers a matrix."""
     numbers = 0
-    if group.other_mesh and options.score != "random":
-        numbers += group.n_local * (1 if options.score == "l1" else 2)
-    if group.compact is not None:
-        numbers += group.n
+    if not group.takes_all:
+        if group.other_mesh and options.score != "random":
+            numbers += group.n_local * (1 if options.score == "l1" else 2)
+        if group.compact is not None:
+            numbers += group.whole
     if neurons and group.other_mesh:
         numbers += group.k
-    if neurons and group.select_mesh and not options.per_shard:
-        numbers += 2
+    if neurons and group.compact is not None:
+        numbers += 2 * group.sets
     return Cost(all_reduce=group.size * numbers * FLOAT32)
 
 
@@ -97,6 +98,6 @@ def leaf_costs(plan: Plan, options: Options, neurons: bool) -> list[Cost]:
         for s in segments:
             per_group[s.group] += cost.scaled(s.count / total)
     for group, cost in zip(plan.groups, per_group, strict=True):
-        for leaf, count in zip(group.leaves, group.counts, strict=True):
-            costs[leaf] += cost.scaled(count / group.size)
+        for member in group.members:
+            costs[member.leaf] += cost.scaled(member.count / group.size)
     return costs

@@ -5,8 +5,9 @@ reduction axes and the output axes. One of the two matrix groups is selected fro
 Array values are never read here.
 """
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,7 +26,8 @@ class Layout:
 
     shape: of the whole array. names: the mesh axes that shard each array axis.
     mesh: a Mesh or AbstractMesh, or None. batch, select, other: the array axes of the
-    three groups.
+    three groups. block: first index and size, along the output, of the matrix meant
+    of a fused leaf; None where the leaf is not fused.
     """
 
     path: str
@@ -36,6 +38,13 @@ class Layout:
     select: tuple[int, ...]
     other: tuple[int, ...]
     select_is_output: bool
+    block: tuple[int, int] | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether a block can be cut out of a device's shard by itself."""
+        output = self.select if self.select_is_output else self.other
+        return self.block is not None and not self.mesh_axes(output)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -67,55 +76,115 @@ def shards(layout: Layout, axis: int) -> int:
 
 
 def resolve_layout(
-    path: str, x, sharding, dimensions, select_axis: str, *, neurons: bool = False
-) -> Layout:
-    """The layout of leaf `x`.
+    path: str, x, sharding, dimensions, splits, select_axis: str, *, neurons=False
+) -> tuple[Layout, ...]:
+    """The layout of leaf `x`; of a fused leaf one for every block.
 
     Args:
         path: of the leaf, for messages.
         x: an array, tracer or `ShapeDtypeStruct`.
         sharding: the entry of `param_shardings`, or None.
         dimensions: `MuonDimensionNumbers` of the leaf.
+        splits: sizes of the blocks along the output, or None.
         select_axis: one of `SELECT_AXES`.
         neurons: normalized per neuron: only output slices can be selected.
 
     Raises:
         ValueError: the layout is unknown, contradictory or not supported.
     """
-    reduction, output = matrix_axes(path, x.shape, dimensions)
+    shape = tuple(x.shape)
+    reduction, output = matrix_axes(path, shape, dimensions)
     mesh, names = find_sharding(path, x, sharding)
-    check_shards(path, x.shape, mesh, names)
+    check_shards(path, shape, mesh, names)
     taken = {*reduction, *output}
-    batch = tuple(a for a in range(len(x.shape)) if a not in taken)
-    layout = Layout(path, tuple(x.shape), names, mesh, batch, output, reduction, True)
-    if not select_output(layout, reduction, output, select_axis, neurons):
+    batch = tuple(a for a in range(len(shape)) if a not in taken)
+    layout = Layout(path, shape, names, mesh, batch, output, reduction, True)
+    blocks: list = [None]
+    if splits is not None:
+        check_splits(layout, splits)
+    if splits is not None and len(splits) > 1:
+        starts = itertools.accumulate((0, *splits[:-1]))
+        blocks = [*zip(starts, splits, strict=True)]
+    layouts = []
+    for block in blocks:
+        size = block[1] if block else math.prod(shape[a] for a in output)
+        if select_output(layout, size, select_axis, neurons):
+            layouts.append(replace(layout, block=block))
+            continue
         if neurons:
             raise ValueError(
-                f"{describe_leaf(path, x.shape, mesh)}: neuron_beta2 normalizes whole "
+                f"{describe_leaf(path, shape, mesh)}: neuron_beta2 normalizes whole "
                 f"neurons, so slices of the output axis must be selected, but "
                 f"select_axis={select_axis!r} comes to the reduction axis: use "
                 f"select_axis='output'"
             )
-        return Layout(
-            path, tuple(x.shape), names, mesh, batch, reduction, output, False
+        layouts.append(
+            replace(
+                layout,
+                select=reduction,
+                other=output,
+                select_is_output=False,
+                block=block,
+            )
         )
-    return layout
+    return tuple(layouts)
 
 
-def select_output(layout, reduction, output, select_axis, neurons) -> bool:
-    """Whether slices of the output axis are selected, else of the reduction axis."""
+def select_output(layout: Layout, size: int, select_axis: str, neurons: bool) -> bool:
+    """Whether slices of the output axis are selected, else of the reduction axis.
+
+    Args:
+        layout: with the output axes as `select`.
+        size: of the output, or of a block of it.
+        select_axis, neurons: as in `resolve_layout`.
+    """
     if select_axis in ("output", "reduction"):
         return select_axis == "output"
-    sizes = [math.prod(layout.shape[a] for a in axes) for axes in (output, reduction)]
-    shorter = sizes[0] <= sizes[1]
+    shorter = size <= math.prod(layout.shape[a] for a in layout.other)
     if select_axis == "shorter":
         return shorter
     if neurons:
         return True
-    counts = [
-        math.prod(shards(layout, a) for a in axes) for axes in (output, reduction)
-    ]
-    return shorter if counts[0] == counts[1] else counts[0] > counts[1]
+    output, reduction = (
+        math.prod(shards(layout, a) for a in axes)
+        for axes in (layout.select, layout.other)
+    )
+    return shorter if output == reduction else output > reduction
+
+
+def check_splits(layout: Layout, splits: tuple[int, ...]) -> None:
+    """Raises unless the blocks make up the output and every device can share them.
+
+    Args:
+        layout: with the output axes as `select`.
+        splits: sizes of the blocks.
+    """
+    where = describe_leaf(layout.path, layout.shape, layout.mesh)
+    sizes = [layout.shape[a] for a in layout.select]
+    if min(splits) < 1 or sum(splits) != math.prod(sizes):
+        raise ValueError(
+            f"{where}: weight_splits {splits} must be positive and sum to its output "
+            f"size, {math.prod(sizes)}, but sum to {sum(splits)}"
+        )
+    counts = [shards(layout, a) for a in layout.select]
+    if math.prod(counts) == 1:
+        return
+    # Flat shards are contiguous only where no axis before the sharded one is longer.
+    sharded = next(i for i, count in enumerate(counts) if count > 1)
+    if math.prod(sizes[:sharded]) > 1 or math.prod(counts[sharded + 1 :]) > 1:
+        raise ValueError(
+            f"{where}: weight_splits {splits} of an output of axes {tuple(sizes)} can "
+            f"be sharded along its first axis only, not as {tuple(counts)} shards: "
+            f"replicate the others, or pass the blocks as separate parameters"
+        )
+    unit = counts[sharded] * math.prod(sizes[sharded + 1 :])
+    if any(size % unit for size in splits):
+        near = tuple(-(-size // unit) * unit for size in splits)
+        raise ValueError(
+            f"{where}: weight_splits {splits} cannot be sharded over "
+            f"{counts[sharded]} devices: every block must be a multiple of {unit}, as "
+            f"{near} would be; or replicate the output axis"
+        )
 
 
 def matrix_axes(path, shape, dimensions) -> tuple[tuple[int, ...], tuple[int, ...]]:

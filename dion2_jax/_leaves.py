@@ -1,5 +1,7 @@
 """Every leaf's layout from the arguments that are given per leaf."""
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -62,10 +64,23 @@ def shardings_of(params):
     return jax.tree_util.tree_unflatten(treedef, shardings)
 
 
+def is_splits(x) -> bool:
+    """Whether `x` is one entry of `weight_splits`."""
+    if not isinstance(x, tuple | list) or not x:
+        return False
+    return all(isinstance(i, numbers.Integral) and type(i) is not bool for i in x)
+
+
 def resolve_layouts(
-    tree, weight_dimension_numbers, param_shardings, select_axis: str, *, neurons: bool
-) -> list[Layout]:
-    """The layout of every leaf; arguments as in `scale_by_dion2`."""
+    tree,
+    weight_dimension_numbers,
+    weight_splits,
+    param_shardings,
+    select_axis: str,
+    *,
+    neurons: bool,
+) -> list[tuple[Layout, ...]]:
+    """The layouts of every leaf; arguments as in `scale_by_dion2`."""
     paths, leaves, _ = leaf_paths(tree)
     dimensions = resolve_entries(
         "weight_dimension_numbers",
@@ -75,9 +90,10 @@ def resolve_layouts(
         *(tree, is_dimensions),
     )
     shardings = resolve_entries("param_shardings", param_shardings, tree, is_sharding)
+    splits = resolve_entries("weight_splits", weight_splits, tree, is_splits)
     layouts = []
-    for path, x, sharding, axes in zip(
-        paths, leaves, shardings, dimensions, strict=True
+    for path, x, sharding, axes, blocks in zip(
+        paths, leaves, shardings, dimensions, splits, strict=True
     ):
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
             raise TypeError(
@@ -87,7 +103,9 @@ def resolve_layouts(
             )
         layouts.append(
             resolve_layout(
-                *(name_of(path), x, sharding, axes, select_axis), neurons=neurons
+                *(name_of(path), x, sharding, axes),
+                *(blocks and tuple(map(int, blocks)), select_axis),
+                neurons=neurons,
             )
         )
     return layouts

@@ -13,13 +13,16 @@ VECTOR_TABLES = (
     *("lm_head", "head", "logits", "logits_dense", "unembed", "unembedding", "vocab"),
     *("output_projection", "pos_embedding", "position_embedding", "readout"),
 )
+# Stacked or per head, biases and the scales of norms have rank 2 and are no matrices.
+VECTORS = ("bias", "scale")
 
 
 def matrix_dimension_numbers(params):
     """`MuonDimensionNumbers` for every matrix of `params`, None for other leaves.
 
     A leaf is taken for a matrix `[reduction, output]` if it is floating, of rank 2,
-    and no part of its path names an embedding table or an output head; also a kernel
+    no part of its path names an embedding table, an output head or a norm, and it is
+    not called bias or scale; also a kernel
     of rank 3 or more whose sibling bias proves the axes before its last two to be a
     stack: kernel `[L, m, n]` beside bias `[L, n]`, with L different from m. What cannot
     be told by shape (attention kernels, convolutions, stacks without bias) is None and
@@ -46,6 +49,10 @@ def matrix_rule(path: Path, x, shapes: dict) -> tuple[MuonDimensionNumbers | Non
     table = next((p for p in path if p.lower() in VECTOR_TABLES), None)
     if table is not None:
         return None, f"{table!r} names a table of vectors"
+    vector = next((p for p in path[-2:] if p.lower() in VECTORS), None)
+    vector = vector or next((p for p in path if "norm" in p.lower()), None)
+    if vector is not None:
+        return None, f"{vector!r} names a vector"
     if len(x.shape) == 2:
         return MuonDimensionNumbers(0, 1), "rank 2"
     if is_stack(path, x.shape, shapes):

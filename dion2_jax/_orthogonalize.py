@@ -145,7 +145,9 @@ def _scale_and_norm(x, combine) -> tuple[jax.Array, jax.Array]:
     """
     down, up = 2.0**-80, 2.0**80
     wide = x.astype(jnp.float32)
-    sums = [jnp.sum(jnp.square(wide * by), axis=(-2, -1)) for by in (1.0, down, up)]
+    # Bounded, because XLA may join the scales of a product to their square, 2**160.
+    bounded = [jnp.minimum(jnp.abs(wide) * by, 2.0**63) for by in (1.0, down, up)]
+    sums = [jnp.sum(jnp.square(part), axis=(-2, -1)) for part in bounded]
     plain, small, large = jnp.unstack(combine(jnp.stack(sums, axis=-1)), axis=-1)
     outside = [plain > 1e30, plain < 1e-20]
     scale = jnp.select(outside, [jnp.full_like(plain, by) for by in (down, up)], 1.0)

@@ -8,7 +8,7 @@ slots: in one slot every device, or every team of devices, gets one matrix.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,38 +22,67 @@ BYTES_PER_SECOND = 100e9
 
 
 @dataclass(frozen=True)
+class Member:
+    """The matrices of one leaf in a group, or those of one block of a fused leaf.
+
+    count: matrices on one device. start: where the block begins along the output.
+    """
+
+    leaf: int
+    block: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True)
 class Group:
     """Matrices that are selected, packed and unpacked together.
 
-    leaves: positions of the leaves; counts: matrices each has on one device.
-    n, c: sizes of the select axis and of the other, whole; n_local, c_local: on one
-    device. select_mesh, other_mesh: mesh axes that shard them. k: slices of one matrix
-    that one device sends. compact: None, or how many of the slices sent are selected
-    where devices send different numbers (exact global selection over shards).
+    n, c: sizes of the select axis and of the other, whole; n_local, c_local: of what a
+    device holds of them, other blocks of a fused leaf included where the output is
+    sharded. select_mesh, other_mesh: mesh axes that shard them; shards: devices along
+    select_mesh. compact: None, or how many of the slices sent are selected where
+    devices send different numbers: the same number out of each of `sets` equal parts.
     order: for compact groups, sizes and shards of every axis of the select group.
+    cut: owners cut the columns of a fused leaf's other blocks away. k: slices of one
+    matrix that one device sends.
     """
 
-    leaves: tuple[int, ...]
-    counts: tuple[int, ...]
+    members: tuple[Member, ...]
     n: int
     c: int
     n_local: int
     c_local: int
     select_mesh: Names
     other_mesh: Names
-    k: int
+    shards: int
     compact: int | None
+    sets: int
     order: tuple[tuple[int, int], ...]
+    cut: bool
+    k: int
 
     @property
     def size(self) -> int:
         """Number of matrices, N."""
-        return sum(self.counts)
+        return sum(m.count for m in self.members)
+
+    @property
+    def whole(self) -> int:
+        """Slices of all devices; n, or all of a fused leaf's."""
+        return self.n_local * self.shards
 
     @property
     def shape(self) -> tuple[int, int]:
         """Selected submatrix, rows along the select axis."""
-        return self.compact or self.k * (self.n // self.n_local), self.c
+        return self.compact or self.k * self.shards, self.c
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether all slices are selected, so that nothing needs to be ranked."""
+        if self.compact is None:
+            return self.k == self.n_local
+        return self.compact == self.n
 
     def splits_rows(self) -> bool:
         """Whether a team splits the select axis of a piece, else the other axis."""
@@ -61,16 +90,18 @@ class Group:
 
     def can_split(self, team: int) -> bool:
         """Whether `team` devices can each take an equal block of the long side."""
+        if team == 1:
+            return True
         if not self.splits_rows():
-            return self.c_local % team == 0
+            return not self.cut and self.c_local % team == 0
         # Devices send different numbers of selected slices: they cannot be cut evenly.
-        return team == 1 or (self.compact is None and self.k % team == 0)
+        return self.compact is None and self.k % team == 0
 
     def true_order(self) -> np.ndarray:
-        """int[n]: flat index along the select group of every shard-major position."""
+        """int[whole]: flat index along the select group of every shard-major slice."""
         fine = [s for size, parts in self.order for s in (parts, size // parts)]
         axes = [*range(0, len(fine), 2), *range(1, len(fine), 2)]
-        return np.arange(self.n).reshape(fine).transpose(axes).reshape(-1)
+        return np.arange(self.whole).reshape(fine).transpose(axes).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -126,15 +157,22 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known of one step of the leaves of one mesh before it runs."""
+    """Everything that is known of one step of the leaves of one mesh before it runs.
 
-    layouts: tuple[Layout, ...]
+    layouts: of every leaf; of a fused one, of every block.
+    """
+
+    layouts: tuple[tuple[Layout, ...], ...]
     groups: tuple[Group, ...]
     exchanges: tuple[Exchange, ...]
 
+    def layout(self, member: Member) -> Layout:
+        """Of a member's leaf, or block of it."""
+        return self.layouts[member.leaf][member.block]
+
 
 def make_plan(
-    layouts: Sequence[Layout],
+    layouts: Sequence[tuple[Layout, ...]],
     dtypes: Sequence,
     options: Options,
     *,
@@ -154,20 +192,21 @@ def make_plan(
     itemsize = options.dtype.itemsize
     teams = options.newton_schulz_fn is None
     members: dict = {}
-    for leaf, (layout, dtype) in enumerate(zip(layouts, dtypes, strict=True)):
-        key = _group_key(layout, dtype, fraction, selection)
-        members.setdefault(key, []).append(leaf)
+    for leaf, (blocks, dtype) in enumerate(zip(layouts, dtypes, strict=True)):
+        for i, layout in enumerate(blocks):
+            fields = _fields(layout, fraction, selection)
+            key = fields, str(dtype), layout.replicas
+            count = math.prod(layout.local_sizes(layout.batch))
+            start = layout.block[0] if layout.block else 0
+            members.setdefault(key, []).append(Member(leaf, i, count, start))
     groups: list[Group] = []
     classes: dict[tuple, list[int]] = {}
-    for key, leaves in members.items():
-        fields, _, replicas = key
-        counts = tuple(
-            math.prod(layouts[i].local_sizes(layouts[i].batch)) for i in leaves
-        )
-        group = Group(tuple(leaves), counts, *fields)
+    for (fields, _, replicas), parts in members.items():
+        group = Group(tuple(parts), *fields, k=0)
         if group.size == 0:
             continue
-        mesh = layouts[leaves[0]].mesh
+        group = replace(group, k=_sent(group, fraction))
+        mesh = layouts[parts[0].leaf][0].mesh
         over = {*group.select_mesh, *group.other_mesh}
         axes = tuple(a for a in (mesh.shape if mesh else ()) if a in over)
         shared = replicas if share_replicas else ()
@@ -177,7 +216,7 @@ def make_plan(
         groups.append(group)
     exchanges = []
     for (axes, shared, shape, piece), indices in classes.items():
-        mesh = layouts[groups[indices[0]].leaves[0]].mesh
+        mesh = layouts[groups[indices[0]].members[0].leaf][0].mesh
         sizes = tuple(mesh.shape[a] for a in axes)
         copies = tuple(mesh.shape[a] for a in shared)
         owners = math.prod(sizes) * math.prod(copies)
@@ -197,30 +236,56 @@ def make_plan(
     return Plan(tuple(layouts), tuple(groups), tuple(exchanges))
 
 
-def _group_key(layout: Layout, dtype, fraction: float, selection: str) -> tuple:
+def _fields(layout: Layout, fraction: float, selection: str) -> tuple:
+    """The fields of a layout's group, without members and k."""
     n, c = (
         math.prod(layout.shape[a] for a in axes)
         for axes in (layout.select, layout.other)
     )
-    n_local = math.prod(layout.local_sizes(layout.select))
-    c_local = math.prod(layout.local_sizes(layout.other))
-    k = slice_count(fraction, n_local)
+    n_local, c_local = (
+        math.prod(layout.local_sizes(axes)) for axes in (layout.select, layout.other)
+    )
+    select_mesh, other_mesh = (
+        layout.mesh_axes(axes) for axes in (layout.select, layout.other)
+    )
+    shards = math.prod(layout.mesh.shape[a] for a in select_mesh)
+    if layout.block and layout.select_is_output:
+        n = layout.block[1]
+        n_local = n if layout.apart else n_local
+    elif layout.block:
+        c = layout.block[1]
+        c_local = c if layout.apart else c_local
+    joint = layout.block is not None and not layout.apart
     compact: int | None = None
+    sets = 1
     order: tuple[tuple[int, int], ...] = ()
-    if selection == "global" and n_local < n:
-        compact = slice_count(fraction, n)
-        # Any shard may hold all that is selected.
-        k = min(n_local, compact)
+    if shards > 1 and (selection == "global" or (joint and layout.select_is_output)):
+        sets = shards if selection == "local" else 1
+        compact = sets * slice_count(fraction, n // sets)
         order = tuple(
             (layout.shape[a], layout.shape[a] // layout.local_sizes([a])[0])
             for a in layout.select
         )
-    fields = (
-        *(n, c, n_local, c_local),
-        *(layout.mesh_axes(layout.select), layout.mesh_axes(layout.other)),
-        *(k, compact, order),
+    return (
+        *(n, c, n_local, c_local, select_mesh, other_mesh, shards),
+        *(compact, sets, order, joint and not layout.select_is_output),
     )
-    return fields, str(dtype), layout.replicas
+
+
+def _sent(group: Group, fraction: float) -> int:
+    """Slices of one matrix that one device sends: the most that any may hold."""
+    if group.compact is None:
+        return slice_count(fraction, group.n_local)
+    part, each = group.n // group.sets, group.compact // group.sets
+    most = 0
+    for start in {m.start for m in group.members}:
+        for first in range(0, group.whole, group.n_local):
+            held = 0
+            for low in range(start, start + group.n, part):
+                inside = min(low + part, first + group.n_local) - max(low, first)
+                held += max(0, min(inside, each))
+            most = max(most, held)
+    return most
 
 
 def _deal(indices, groups, owners: int, cost, teams: bool) -> list[Slot]:

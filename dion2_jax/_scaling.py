@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dion2_jax._layout import matrix_axes
@@ -28,7 +29,8 @@ def scale_by_shape(
     """Scales every matrix by `factor` times its shape factor, from whole shapes.
 
     Args:
-        dimensions: updates -> `MuonDimensionNumbers` of every leaf, as a list.
+        dimensions: updates -> for every leaf its `MuonDimensionNumbers`, and the sizes
+            of its blocks along the output or None, as a list of pairs.
         adjust_lr: one of `ADJUST_LR`.
         factor: common to all matrices.
     """
@@ -37,11 +39,28 @@ def scale_by_shape(
         del params
         paths, leaves, treedef = leaf_paths(updates)
         scaled = []
-        for path, x, axes in zip(paths, leaves, dimensions(updates), strict=True):
-            groups = matrix_axes(name_of(path), x.shape, axes)
-            fan_in, fan_out = (math.prod(x.shape[a] for a in axes) for axes in groups)
-            scale = factor * shape_factor(fan_in, fan_out, adjust_lr)
-            scaled.append(x * jnp.asarray(scale, x.dtype) if scale != 1 else x)
+        for path, x, (axes, splits) in zip(
+            paths, leaves, dimensions(updates), strict=True
+        ):
+            reduction, output = matrix_axes(name_of(path), x.shape, axes)
+            fan_in, fan_out = (
+                math.prod(x.shape[a] for a in axes) for axes in (reduction, output)
+            )
+            sizes = splits or (fan_out,)
+            scales = [factor * shape_factor(fan_in, n, adjust_lr) for n in sizes]
+            if len(set(scales)) == 1:
+                scale = jnp.asarray(scales[0], x.dtype)
+            else:
+                scale = along_output(np.repeat(scales, sizes), x, output)
+            scaled.append(x * scale if any(s != 1 for s in scales) else x)
         return jax.tree_util.tree_unflatten(treedef, scaled), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def along_output(values: np.ndarray, x, output: tuple[int, ...]):
+    """`values[flat output]` in the axes of x, size 1 along all but the output's."""
+    values = values.reshape([x.shape[a] for a in output])
+    values = values.transpose(sorted(range(len(output)), key=lambda i: output[i]))
+    shape = [n if a in output else 1 for a, n in enumerate(x.shape)]
+    return jnp.asarray(values.reshape(shape), x.dtype)

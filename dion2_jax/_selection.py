@@ -43,9 +43,18 @@ def combine_scores(scores: jax.Array, axes: tuple[str, ...], score: str) -> jax.
     return jnp.sqrt(lax.psum(jnp.square(scores / scale), axes)) * scale
 
 
-def random_scores(seed: int, count, leaf: int, shape: tuple[int, ...]) -> jax.Array:
-    """float32 uniform numbers, the same on every device, from seed, step and leaf."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), leaf)
+def random_scores(seed: int, count, place, shape: tuple[int, ...]) -> jax.Array:
+    """float32 uniform numbers, the same on every device, from seed, step and place.
+
+    Args:
+        seed: of all leaves and steps.
+        count: int32[], the step.
+        place: ints that tell a leaf, and a block of it, from all others.
+        shape: of the result.
+    """
+    key = jax.random.key(seed)
+    for number in (count, *place):
+        key = jax.random.fold_in(key, number)
     return jax.random.uniform(key, shape)
 
 
@@ -70,18 +79,27 @@ def one_hot(index: jax.Array, valid: jax.Array | None, n: int, dtype) -> jax.Arr
     return hot.astype(dtype)
 
 
-def gather(x: jax.Array, index: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """`[N, k, c]`: the selected slices of `[N, n, c]`; zero where not valid."""
+def gather(x: jax.Array, index: jax.Array | None, valid: jax.Array | None) -> jax.Array:
+    """`[N, k, c]`: the selected slices of `[N, n, c]`; zero where not valid.
+
+    No index: all slices.
+    """
+    if index is None:
+        return x
     picked = jnp.take_along_axis(x, index[:, :, None], axis=1)
     return picked if valid is None else jnp.where(valid[:, :, None], picked, 0)
 
 
-def scatter(u: jax.Array, index: jax.Array, valid: jax.Array | None, n: int):
+def scatter(u: jax.Array, index: jax.Array | None, valid: jax.Array | None, n: int):
     """`[N, n, c]` with the selected slices of `[N, k, c]` in place, zero elsewhere.
+
+    No index: all slices.
 
     A product with a one-hot matrix: exact, since every sum has one term, and XLA fuses
     it into whatever reads the result.
     """
+    if index is None:
+        return u
     precision = lax.Precision.HIGHEST if u.dtype == jnp.float32 else None
     hot = one_hot(index, valid, n, u.dtype)
     return jnp.einsum("nsk,nkc->nsc", hot, u, precision=precision)

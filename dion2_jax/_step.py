@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dion2_jax._exchange import (
@@ -22,7 +23,7 @@ from dion2_jax._layout import Layout
 from dion2_jax._normalize import neuron_factors
 from dion2_jax._options import Options
 from dion2_jax._orthogonalize import orthogonalize
-from dion2_jax._plan import Exchange, Group, Plan
+from dion2_jax._plan import Exchange, Group, Member, Plan
 from dion2_jax._selection import (
     ascending,
     combine_scores,
@@ -39,12 +40,12 @@ from dion2_jax._selection import (
 class Selected:
     """Selected slices of one group.
 
-    index: int32[N, k] on this device; valid: bool[N, k], or None if all are;
-    mask: bool[N, n/p]. rows: int32[N, K], where an owner finds the K selected slices
-    among those sent, or None if all sent are selected.
+    index: int32[N, k] on this device, or None if all its slices are selected; valid:
+    bool[N, k], or None if all are; mask: bool[N, n/p]. rows: int32[N, K], where an
+    owner finds the K selected slices among those sent, or None if it gets no others.
     """
 
-    index: jax.Array
+    index: jax.Array | None
     valid: jax.Array | None
     mask: jax.Array
     rows: jax.Array | None
@@ -68,17 +69,18 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
 
     selected, stacks = [], []
     for group in plan.groups:
-        scores = jnp.concatenate(
-            [
-                _scores(plan.layouts[i], momenta[i], options, count, leaves[i][3])
-                for i in group.leaves
-            ]
-        )
-        chosen = _select(group, scores, options)
+        scores = [
+            _scores(
+                *(plan.layout(m), group, m, momenta[m.leaf], options),
+                *(count, leaves[m.leaf][3]),
+            )
+            for m in group.members
+        ]
+        chosen = _select(group, jnp.concatenate(scores), options)
         selected.append(chosen)
         picked = [
-            gather(to_matrices(momenta[i], plan.layouts[i]), index, valid)
-            for i, index, valid in _by_leaf(group, chosen.index, chosen.valid)
+            gather(_matrices(momenta[m.leaf], plan.layout(m)), index, valid)
+            for m, index, valid in _by_member(group, chosen.index, chosen.valid)
         ]
         stacks.append(jnp.concatenate([p.astype(options.dtype) for p in picked]))
 
@@ -87,21 +89,23 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
         for segment, part in _exchange(plan, exchange, options, stacks, selected, eps):
             home[segment.group].append((segment.first, part))
 
-    results: list = [None] * len(leaves)
+    made: list = [[None] * len(blocks) for blocks in plan.layouts]
     for g, (group, chosen) in enumerate(zip(plan.groups, selected, strict=True)):
         parts = [part for _, part in sorted(home[g], key=lambda item: item[0])]
         u = jnp.concatenate(parts)
         factor = second = None
         if beta2 is not None:
-            nus = [_nu_matrix(leaves[i][2], plan.layouts[i]) for i in group.leaves]
+            nus = [_nu_matrix(leaves[m.leaf][2], plan.layout(m)) for m in group.members]
             factor, second = _normalize(group, chosen, u, nus, beta2, options)
-        for i, *arrays in _by_leaf(group, u, chosen, factor, second):
-            results[i] = _apply(
-                plan.layouts[i], group, leaves[i], momenta[i], ef_decay, *arrays
-            )
+        for m, *arrays in _by_member(group, u, chosen, factor, second):
+            made[m.leaf][m.block] = _place(plan.layout(m), group, m, *arrays)
     return [
-        (jnp.zeros_like(g), mu, nu) if result is None else result
-        for result, (g, mu, nu, _) in zip(results, leaves, strict=True)
+        (jnp.zeros_like(leaf[0]), leaf[1], leaf[2])
+        if None in blocks
+        else _apply(layouts, leaf, momentum, ef_decay, blocks)
+        for layouts, leaf, momentum, blocks in zip(
+            plan.layouts, leaves, momenta, made, strict=True
+        )
     ]
 
 
@@ -129,59 +133,100 @@ def _per_slice(x: jax.Array, layout: Layout) -> jax.Array:
     return x.transpose([order.index(a) for a in range(len(order))])
 
 
+def _matrices(x: jax.Array, layout: Layout) -> jax.Array:
+    """`[N, n_local, c_local]`: a leaf, or a fused one's block where it is apart."""
+    x = to_matrices(x, layout)
+    return _cut(x, layout, axis=1 if layout.select_is_output else 2)
+
+
+def _cut(x: jax.Array, layout: Layout, axis: int) -> jax.Array:
+    """A layout's block along the output, which is `axis`, where it is apart."""
+    if not layout.apart:
+        return x
+    start, size = layout.block
+    return lax.slice_in_dim(x, start, start + size, axis=axis)
+
+
 def _nu_matrix(nu: jax.Array, layout: Layout) -> jax.Array:
-    """`[N, n/p]` from the leaf's second moments, size 1 along the other axes."""
+    """`[N, n_local]` from the leaf's second moments, size 1 along the other axes."""
     order = layout.batch + layout.select + layout.other
     count = math.prod(layout.local_sizes(layout.batch))
     n = math.prod(layout.local_sizes(layout.select))
-    return nu.transpose(order).reshape(count, n)
+    return _cut(nu.transpose(order).reshape(count, n), layout, axis=1)
 
 
-def _by_leaf(group: Group, *arrays):
-    """The leaves of a group, each with its part of the arrays `[N, ...]`."""
+def _columns(group: Group, member: Member) -> jax.Array:
+    """bool[1, 1, c_local]: which columns on this device are the member's own."""
+    column = lax.broadcasted_iota(jnp.int32, (1, 1, group.c_local), 2)
+    if not group.cut:
+        return column >= 0
+    column += lax.axis_index(group.other_mesh) * group.c_local
+    return (column >= member.start) & (column < member.start + group.c)
+
+
+def _by_member(group: Group, *arrays):
+    """The members of a group, each with its part of the arrays `[N, ...]`."""
     first = 0
-    for leaf, count in zip(group.leaves, group.counts, strict=True):
-        part = lambda x: x[first : first + count]  # noqa: E731, B023
-        yield (leaf, *(jax.tree.map(part, a) for a in arrays))
-        first += count
+    for member in group.members:
+        part = lambda x: x[first : first + member.count]  # noqa: E731, B023
+        yield (member, *(jax.tree.map(part, a) for a in arrays))
+        first += member.count
 
 
-def _scores(layout: Layout, momentum, options: Options, count, leaf: int):
-    """float32[N, n/p]: scores of one leaf's slices, as far as this device sees them."""
+def _scores(layout: Layout, group, member, momentum, options: Options, count, leaf):
+    """float32[N, n_local]: of one member's slices, as far as this device sees them."""
     kept = layout.batch + layout.select
     n = math.prod(layout.local_sizes(layout.select))
     if options.score == "random":
         whole = tuple(layout.shape[a] for a in kept)
-        scores = random_scores(options.seed, count, leaf, whole)
+        scores = random_scores(options.seed, count, (leaf, member.block), whole)
         starts = [
             lax.axis_index(names) * size if (names := layout.names[a]) else 0
             for a, size in zip(kept, layout.local_sizes(kept), strict=True)
         ]
         scores = lax.dynamic_slice(scores, starts, layout.local_sizes(kept))
-        return scores.reshape(-1, n)
-    scores = slice_scores(momentum, layout.other, options.score)
-    order = sorted(kept)
-    return scores.transpose([order.index(a) for a in kept]).reshape(-1, n)
+    elif layout.block is None or layout.select_is_output:
+        scores = slice_scores(momentum, layout.other, options.score)
+        order = sorted(kept)
+        scores = scores.transpose([order.index(a) for a in kept])
+    else:
+        own = _matrices(momentum, layout)
+        if group.cut:
+            own = jnp.where(_columns(group, member), own, 0)
+        return slice_scores(own, (2,), options.score)
+    scores = scores.reshape(-1, n)
+    return _cut(scores, layout, axis=1) if layout.select_is_output else scores
 
 
 def _select(group: Group, scores, options: Options) -> Selected:
     """The slices of one group to be updated."""
-    if options.score != "random":
-        scores = combine_scores(scores, group.other_mesh, options.score)
     if group.compact is None:
-        index = top_slices(scores, group.k)
-        mask = jnp.any(one_hot(index, None, group.n_local, jnp.bool_), axis=-1)
-        return Selected(index, None, mask, None)
-    # Exact selection over shards: everyone sees all scores (n numbers a matrix).
+        return _select_here(group, scores, options)
+    # Across shards: everyone sees all scores (a number a slice).
     shard = lax.axis_index(group.select_mesh)
-    p = group.n // group.n_local
-    everywhere = jnp.zeros((scores.shape[0], p, group.n_local), scores.dtype)
-    everywhere = lax.dynamic_update_index_in_dim(everywhere, scores, shard, 1)
-    everywhere = lax.psum(everywhere, group.select_mesh).reshape(-1, group.n)
+    p = group.shards
     order = group.true_order()
-    ranked = everywhere[:, order.argsort()]
-    best = top_slices(ranked, group.compact)
-    mask = jnp.any(one_hot(best, None, group.n, jnp.bool_), axis=-1)[:, order]
+    best = jnp.ones((group.size, group.n), jnp.bool_)
+    if not group.takes_all:
+        scores = _whole_slices(group, scores, options)
+        everywhere = jnp.zeros((scores.shape[0], p, group.n_local), scores.dtype)
+        everywhere = lax.dynamic_update_index_in_dim(everywhere, scores, shard, 1)
+        everywhere = lax.psum(everywhere, group.select_mesh).reshape(-1, group.whole)
+        ranked = jnp.concatenate(
+            [
+                lax.slice_in_dim(part, m.start, m.start + group.n, axis=1)
+                for m, part in _by_member(group, everywhere[:, order.argsort()])
+            ]
+        )
+        part = group.n // group.sets
+        best = top_slices(ranked.reshape(-1, part), group.compact // group.sets)
+        best = jnp.any(one_hot(best, None, part, jnp.bool_), axis=-1)
+    mask = jnp.concatenate(
+        [
+            jnp.pad(own, ((0, 0), (m.start, group.whole - m.start - group.n)))
+            for m, own in _by_member(group, best.reshape(-1, group.n))
+        ]
+    )[:, order]
     shards = mask.reshape(-1, p, group.n_local)
     mine = lax.dynamic_index_in_dim(shards, shard, 1, keepdims=False)
     index, valid = ascending(mine, group.k)
@@ -192,38 +237,71 @@ def _select(group: Group, scores, options: Options) -> Selected:
     return Selected(index, valid, mine, jnp.take_along_axis(row, taken, axis=1))
 
 
+def _select_here(group: Group, scores, options: Options) -> Selected:
+    """The top slices of every shard by itself."""
+    if group.takes_all:
+        return Selected(None, None, jnp.ones(scores.shape, jnp.bool_), None)
+    index = top_slices(_whole_slices(group, scores, options), group.k)
+    mask = jnp.any(one_hot(index, None, group.n_local, jnp.bool_), axis=-1)
+    return Selected(index, None, mask, None)
+
+
+def _whole_slices(group: Group, scores, options: Options):
+    """Scores of whole slices from what the devices along the other axis see."""
+    if options.score == "random":
+        return scores
+    return combine_scores(scores, group.other_mesh, options.score)
+
+
 def _exchange(plan: Plan, exchange: Exchange, options, stacks, selected, eps):
     """Selected slices out, whole submatrices orthogonalized, and back."""
     owned = send(exchange, plan.groups, stacks)
     made = []
     for slot, pieces in zip(exchange.slots, owned, strict=True):
         groups = {s.group: plan.groups[s.group] for s in slot.segments}
-        views, rows = {}, {}
+        views, rows, columns = {}, {}, {}
         for g, group in groups.items():
             x = pieces[g]
-            if group.compact is not None:
+
+            def owned(table, g=g, slot=slot):
                 # Of other segments' matrices nothing is read under this group's view.
                 tables = [
-                    selected[g].rows
+                    table
                     if s.group == g
                     else jnp.zeros(
-                        (plan.groups[s.group].size, group.compact), jnp.int32
+                        (plan.groups[s.group].size, table.shape[1]), jnp.int32
                     )
                     for s in slot.segments
                 ]
-                rows[g] = owned_rows(exchange, slot, tables)
+                return owned_rows(exchange, slot, tables)
+
+            if group.compact is not None:
+                rows[g] = owned(selected[g].rows)
                 x = gather(x, rows[g], None)
+            if group.cut:
+                columns[g] = owned(_column_table(group))
+                x = gather(x.mT, columns[g], None).mT
             views[g] = x.mT if group.splits_rows() else x
         x = select_owned(exchange, slot, [views[s.group] for s in slot.segments])
         x = _orthogonalize(x, exchange, slot, options, eps)
         back = {}
         for g, group in groups.items():
             u = x.mT if group.splits_rows() else x
-            if group.compact is not None:
+            if g in columns:
+                u = scatter(u.mT, columns[g], None, pieces[g].shape[2]).mT
+            if g in rows:
                 u = scatter(u, rows[g], None, pieces[g].shape[1])
             back[g] = u
         made.append(back)
     return bring_home(exchange, plan.groups, made)
+
+
+def _column_table(group: Group) -> jax.Array:
+    """int32[N, c]: where an owner finds the columns of every matrix of a cut group."""
+    starts = np.repeat(
+        [m.start for m in group.members], [m.count for m in group.members]
+    )
+    return jnp.asarray(starts[:, None] + np.arange(group.c), jnp.int32)
 
 
 def _orthogonalize(x, exchange: Exchange, slot, options: Options, eps):
@@ -259,31 +337,95 @@ def _normalize(group: Group, chosen: Selected, u, nus, beta2, options: Options):
     squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=-1)
     if group.other_mesh:
         squares = lax.psum(squares, group.other_mesh)
-    nu = jnp.concatenate(nus).astype(jnp.float32)
-    axes = () if options.per_shard else group.select_mesh
+    nu = gather(jnp.concatenate(nus)[:, :, None], chosen.index, None)[:, :, 0]
     factor, second = neuron_factors(
         squares / group.c,
-        jnp.take_along_axis(nu, chosen.index, axis=1),
-        chosen.valid,
+        nu.astype(jnp.float32),
+        _sets(group, chosen),
         beta2,
-        axes,
+        group.select_mesh if group.compact is not None else (),
     )
+    if chosen.index is None:
+        return factor, second
     hot = one_hot(chosen.index, chosen.valid, group.n_local, jnp.bool_)
     spread = lambda x: jnp.sum(jnp.where(hot, x[:, None, :], 0), axis=-1)  # noqa: E731
-    return spread(factor), jnp.where(chosen.mask, spread(second), nu)
+    return spread(factor), spread(second)
 
 
-def _apply(layout, group, leaf, momentum, ef_decay, u, chosen, factor, second):
+def _sets(group: Group, chosen: Selected) -> jax.Array:
+    """bool[N, k, sets]: which of the competing sets every selected slice is of."""
+    if chosen.index is None:
+        return chosen.mask[:, :, None]
+    index = jnp.zeros_like(chosen.index)
+    if group.sets > 1:
+        place = chosen.index + lax.axis_index(group.select_mesh) * group.n_local
+        of = [place - m.start for m, place in _by_member(group, place)]
+        index = jnp.concatenate(of) // (group.n // group.sets)
+    sets = index[:, :, None] == lax.iota(jnp.int32, group.sets)[None, None]
+    return sets if chosen.valid is None else sets & chosen.valid[:, :, None]
+
+
+def _place(layout: Layout, group: Group, member: Member, u, chosen, factor, second):
+    """One member's update, and which of its entries were selected, as its leaf lies.
+
+    Returns the update `[N, n_local, c_local]`, bool `[N, n_local, 1 or c_local]`, and
+    for neurons their factors and second moments `[N, n_local]`, or None.
+    """
+    dense = scatter(u, chosen.index, chosen.valid, group.n_local)
+    hot = chosen.mask[:, :, None]
+    if layout.block and not layout.select_is_output:
+        hot = hot & _columns(group, member)
+    return dense, hot, factor, second
+
+
+def _apply(layouts, leaf, momentum, ef_decay, blocks):
     """Update, decayed momentum and second moments of one leaf."""
     g, mu, nu, _ = leaf
+    layout = layouts[0]
+    if len(layouts) == 1:
+        dense, hot, factor, second = blocks[0]
+    else:
+        dense, hot, factor, second = _join(layouts, blocks)
+    spread = from_matrices if hot.shape[2] == dense.shape[2] else _per_slice
     decayed = (ef_decay * momentum).astype(mu.dtype)
-    mu = jnp.where(_per_slice(chosen.mask, layout), decayed, momentum)
-    dense = scatter(u, chosen.index, chosen.valid, group.n_local)
+    mu = jnp.where(spread(hot, layout), decayed, momentum)
     update = from_matrices(dense, layout)
     if factor is not None:
         update = update.astype(jnp.float32) * _per_slice(factor, layout)
-        nu = _per_slice(second, layout).astype(nu.dtype)
+        second = _per_slice(second, layout).astype(nu.dtype)
+        nu = jnp.where(spread(hot, layout), second, nu)
     return update.astype(g.dtype), mu, nu
+
+
+def _join(layouts, blocks):
+    """The blocks of a fused leaf as one matrix, slices as in the first layout."""
+    first = layouts[0]
+    dense, hot, factor, second = zip(*blocks, strict=True)
+    axis = 1 if first.select_is_output else 2
+    turned = [x.select_is_output != first.select_is_output for x in layouts]
+    mixed = any(not x.select_is_output for x in layouts)
+
+    def aligned(arrays):
+        return [x.mT if turn else x for x, turn in zip(arrays, turned, strict=True)]
+
+    if mixed:
+        hot = [jnp.broadcast_to(h, d.shape) for h, d in zip(hot, dense, strict=True)]
+    dense, masks = aligned(dense), aligned(hot)
+
+    def together(arrays, axis):
+        if first.apart:
+            return jnp.concatenate(arrays, axis)
+        joined = jnp.zeros_like(arrays[0])
+        for array, mask in zip(arrays, masks, strict=True):
+            joined = jnp.where(
+                mask if array.ndim == 3 else mask[:, :, 0], array, joined
+            )
+        return joined
+
+    hot, dense = together(masks, axis), together(dense, axis)
+    if factor[0] is None:
+        return dense, hot, None, None
+    return dense, hot, together(factor, 1), together(second, 1)
 
 
 jax.tree_util.register_dataclass(

@@ -93,7 +93,9 @@ def scale_by_dion2(
         weight_dimension_numbers: `optax.contrib.MuonDimensionNumbers` per leaf: tree,
             prefix, one for all, or a function of the parameters. None:
             `matrix_dimension_numbers`.
-        weight_splits: sizes of the blocks of fused weights; not available yet.
+        weight_splits: for fused weights, a tuple of block sizes along the output per
+            leaf, or None: tree, prefix, one for all, or a function. Every block is a
+            matrix of its own, as if it were a parameter.
         param_shardings: `NamedSharding` or `PartitionSpec` per leaf: tree, prefix, one
             for all, or a function. Needed on Auto mesh axes, whose arrays do not carry
             their partition in their type.
@@ -130,14 +132,11 @@ def scale_by_dion2(
         ns_dtype=ns_dtype,
         newton_schulz_fn=newton_schulz_fn,
     )
-    if weight_splits is not None:
-        raise NotImplementedError(
-            "weight_splits is not available yet: pass the blocks as separate parameters"
-        )
 
-    def layouts_of(tree) -> list[Layout]:
+    def layouts_of(tree) -> list[tuple[Layout, ...]]:
         return resolve_layouts(
-            *(tree, weight_dimension_numbers, param_shardings, select_axis),
+            *(tree, weight_dimension_numbers, weight_splits, param_shardings),
+            *(select_axis,),
             neurons=neuron_beta2 is not None,
         )
 
@@ -148,7 +147,9 @@ def scale_by_dion2(
         nu = None
         if neuron_beta2 is not None:
             nu = [
-                jnp.max(z.astype(jnp.float32), axis=x.other, keepdims=True, initial=0)
+                jnp.max(
+                    z.astype(jnp.float32), axis=x[0].other, keepdims=True, initial=0
+                )
                 for z, x in zip(mu, layouts, strict=True)
             ]
             nu = treedef.unflatten(nu)
@@ -170,7 +171,7 @@ def scale_by_dion2(
             )
         results: list = [(None, m, n) for m, n in zip(momenta, nus, strict=True)]
         by_mesh: dict = {}
-        for i, (g, layout) in enumerate(zip(grads, layouts, strict=True)):
+        for i, (g, (layout, *_)) in enumerate(zip(grads, layouts, strict=True)):
             if g is not None:
                 if g.shape != momenta[i].shape:
                     raise ValueError(
@@ -193,7 +194,7 @@ def scale_by_dion2(
                 max_exchange_bytes=max_exchange_bytes,
             )
             args = [
-                (_laid_as(grads[i], layouts[i]), momenta[i], nus[i]) for i in indices
+                (_laid_as(grads[i], layouts[i][0]), momenta[i], nus[i]) for i in indices
             ]
             run = _compiled(mesh, plan, options, tuple(indices))
             done = run(args, (*scalars, state.count))
@@ -222,7 +223,7 @@ def _compiled(mesh, plan: Plan, options: Options, positions: tuple[int, ...]):
     if mesh is None:
         return jax.jit(step)
     specs = [
-        (x.spec, x.spec, _nu_spec(x)) for x in plan.layouts
+        (x.spec, x.spec, _nu_spec(x)) for x, *_ in plan.layouts
     ]  # gradient or update, momentum, second moments
     return jax.jit(
         jax.shard_map(

@@ -13,6 +13,7 @@ Path = tuple[str, ...]
 EXPECTED = {
     "param_shardings": "a jax.sharding.NamedSharding or PartitionSpec",
     "weight_dimension_numbers": "an optax.contrib.MuonDimensionNumbers",
+    "weight_splits": "a tuple of ints, the sizes of its blocks along the output",
 }
 
 

@@ -121,13 +121,15 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
     )
     dimensions = treedef.unflatten([e for e, _ in ruled])
     layouts = resolve_layouts(
-        *(matrices, dimensions, shardings, given["select_axis"]), neurons=neurons
+        *(matrices, dimensions, given["weight_splits"], shardings),
+        *(given["select_axis"],),
+        neurons=neurons,
     )
     found: dict[int, tuple[Layout, str, str, Cost]] = {}
     taken = [i for i, (e, _) in enumerate(ruled) if e]
     total = Cost()
-    for mesh in dict.fromkeys(x.mesh for x in layouts):
-        here = [n for n, x in enumerate(layouts) if x.mesh == mesh]
+    for mesh in dict.fromkeys(x.mesh for x, *_ in layouts):
+        here = [n for n, (x, *_) in enumerate(layouts) if x.mesh == mesh]
         plan = make_plan(
             [layouts[n] for n in here],
             [given["mu_dtype"] or leaves[taken[n]].dtype for n in here],
@@ -141,7 +143,7 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
         total += plan_cost(plan, options, neurons)
         for leaf, n in enumerate(here):
             words = _words(plan, leaf)
-            found[taken[n]] = (layouts[n], *words, costs[leaf])
+            found[taken[n]] = (layouts[n][0], *words, costs[leaf])
     rows = []
     for i, (path, x, (_, why)) in enumerate(zip(paths, leaves, ruled, strict=True)):
         layout, selects, exchange, cost = found.get(i, (None, "", "", Cost()))
@@ -153,30 +155,36 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
 
 def _words(plan: Plan, leaf: int) -> tuple[str, str]:
     """What is selected of a leaf, and over which mesh axes it travels."""
-    layout = plan.layouts[leaf]
-    g = next((i for i, g in enumerate(plan.groups) if leaf in g.leaves), None)
-    if g is None:
+    groups = [
+        i for i, g in enumerate(plan.groups) if any(m.leaf == leaf for m in g.members)
+    ]
+    if not groups:
         return "nothing: empty", "none"
-    group = plan.groups[g]
-    axis = "output" if layout.select_is_output else "reduction"
-    count, of, where = group.k, group.n_local, ""
-    if group.compact is not None:
-        count, of = group.compact, group.n
-    elif group.n_local < group.n:
-        where = " a shard"
-    matrices = group.counts[group.leaves.index(leaf)]
-    times = f", {matrices}x" if matrices > 1 else ""
+    selects = []
+    for g in groups:
+        group = plan.groups[g]
+        members = [m for m in group.members if m.leaf == leaf]
+        layout = plan.layout(members[0])
+        axis = "output" if layout.select_is_output else "reduction"
+        count, of, where = group.k, group.n_local, ""
+        if group.compact is not None:
+            count, of = group.compact, group.n
+        elif group.n_local < group.n:
+            where = " a shard"
+        matrices = sum(m.count for m in members)
+        times = f", {matrices}x" if matrices > 1 else ""
+        selects.append(f"{count} of {of} {axis}{where}{times}")
     exchanges = [
         e
         for e in plan.exchanges
-        if any(s.group == g for slot in e.slots for s in slot.segments)
+        if any(s.group in groups for slot in e.slots for s in slot.segments)
     ]
     teams = sorted(
         {
             slot.team
             for e in exchanges
             for slot in e.slots
-            if slot.team > 1 and any(s.group == g for s in slot.segments)
+            if slot.team > 1 and any(s.group in groups for s in slot.segments)
         }
     )
     words = ",".join(exchanges[0].axes) or "none"
@@ -184,9 +192,9 @@ def _words(plan: Plan, leaf: int) -> tuple[str, str]:
         words += f" shared by {','.join(exchanges[0].replicas)}"
     if teams:
         words += f" teams of {teams[0]}"
-    if len(exchanges) > 1:
+    if len(exchanges) > len(groups):
         words += f" {len(exchanges)} rounds"
-    return f"{count} of {of} {axis}{where}{times}", f"#{g} {words}"
+    return "; ".join(selects), f"#{','.join(map(str, groups))} {words}"
 
 
 def _shape(x, layout: Layout | None) -> str:

@@ -9,12 +9,31 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
+    parser.addoption(
+        "--examples",
+        type=int,
+        help="number of random examples of every property (default: a fixed few)",
+    )
+
+
+def pytest_configure(config):
+    count = config.getoption("--examples")
+    settings.register_profile(
+        "chosen",
+        max_examples=count or 25,
+        derandomize=count is None,  # the same examples every time
+        deadline=None,  # every example compiles
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    settings.load_profile("chosen")
 
 
 def pytest_collection_modifyitems(config, items):

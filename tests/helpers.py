@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -86,3 +88,39 @@ def frobenius(found, expected):
 def cosine(x, y):
     """Of the angle between two arrays."""
     return np.vdot(x, y) / (np.linalg.norm(x) * np.linalg.norm(y))
+
+
+COLLECTIVE = re.compile(
+    r"= \(?(f32\[.*?) (all-to-all|all-gather|all-reduce|reduce-scatter"
+    r"|collective-permute)\("
+)
+
+
+def collectives_in(text, iterations=5):
+    """Number and result bytes of every kind of collective in compiled float32 text.
+
+    The one loop is that of Newton-Schulz: what is outside of the entry computation is
+    in its body, and runs `iterations` times.
+    """
+    number, size = Counter(), Counter()
+    bodies, _, entry = text.partition("\nENTRY ")
+    for part, times in ((bodies, iterations), (entry, 1)):
+        for results, name in COLLECTIVE.findall(part):
+            number[name] += 1
+            for dims in re.findall(r"f32\[([\d,]*)\]", results):
+                count = math.prod(int(d) for d in dims.split(",") if d)
+                size[name] += 4 * count * times
+    return number, size
+
+
+def assert_costs(size, total):
+    """The bytes found in compiled text are those that `describe` tells."""
+    assert size == {
+        name: count
+        for name, count in (
+            ("all-to-all", total.all_to_all),
+            ("all-reduce", total.all_reduce),
+            ("all-gather", total.all_gather),
+        )
+        if count
+    }

@@ -83,14 +83,6 @@ def test_injecting_without_static_arguments_names_them():
         injected(0.1).init({"w": jnp.ones((8, 16))})
 
 
-@pytest.mark.parametrize(
-    "make", [dion2_jax.scale_by_dion2, lambda **a: dion2_jax.dion2(0.1, **a)]
-)
-def test_weight_splits_are_not_available_yet(make):
-    with pytest.raises(NotImplementedError, match="weight_splits"):
-        make(weight_splits=(8, 8))
-
-
 def test_update_without_parameters_says_what_to_call():
     params = {"w": jnp.ones((8, 16))}
     tx = dion2_jax.dion2(0.1)

@@ -26,7 +26,8 @@ def place(mesh, spec, shape=SHAPE):
 
 def resolve(x, entry=None, dimensions=(0, 1), select_axis="sharded", **options):
     dimensions = MuonDimensionNumbers(*dimensions)
-    return resolve_layout(PATH, x, entry, dimensions, select_axis, **options)
+    (layout,) = resolve_layout(PATH, x, entry, dimensions, None, select_axis, **options)
+    return layout
 
 
 def traced(x, entry=None):

@@ -8,6 +8,8 @@ from helpers import (
     KINDS,
     MOMENTUM,
     UPDATE,
+    assert_costs,
+    collectives_in,
     float64,
     frobenius,
     make_mesh,
@@ -18,11 +20,17 @@ from helpers import (
 from optax.contrib import MuonDimensionNumbers
 from reference import step as reference_step
 
-from dion2_jax import scale_by_dion2
+from dion2_jax import describe, scale_by_dion2
 
 KERNEL = (0, 1)
 GLOBAL = dict(selection="global")
 NEURONS = dict(neuron_beta2=0.9)
+
+
+def fused(*splits, **arguments):
+    """The arguments with the same blocks for every leaf."""
+    return arguments | dict(weight_splits=splits)
+
 
 # mesh, leaves (matrices, shape, partition, (reduction, output)), arguments
 LAYOUTS = {
@@ -76,6 +84,48 @@ LAYOUTS = {
         *((8,), [(3, (64, 8), ("a",), KERNEL)]),
         GLOBAL,
     ),
+    "fused, one device": ((1,), [(2, (12, 32), (), KERNEL)], fused(8, 20, 4)),
+    "fused, reduction sharded": (
+        (8,),
+        [(3, (32, 24), ("a",), KERNEL)],
+        fused(8, 12, 4),
+    ),
+    "fused, reduction sharded, shorter of every block": (
+        *((8,), [(2, (16, 40), ("a",), KERNEL)]),
+        fused(24, 8, 8, select_axis="shorter"),
+    ),
+    "fused, output sharded": (
+        *((4,), [(3, (16, 64), (None, "a"), KERNEL)]),
+        fused(32, 16, 16),
+    ),
+    "fused, blocks cross the shards, exact": (
+        *((8,), [(2, (12, 80), (None, "a"), KERNEL)]),
+        fused(48, 16, 16, **GLOBAL),
+    ),
+    "fused, blocks cross the shards, neurons": (
+        *((4,), [(2, (12, 40), (None, "a"), KERNEL)]),
+        fused(24, 8, 8, **NEURONS),
+    ),
+    "fused, output sharded, neurons, exact": (
+        *((4,), [(2, (12, 40), (None, "a"), KERNEL)]),
+        fused(24, 8, 8, **NEURONS, **GLOBAL),
+    ),
+    "fused, output sharded, the reduction selected": (
+        *((4, 2), [(3, (16, 40), ("b", "a"), KERNEL)]),
+        fused(24, 8, 8, select_axis="reduction", score="l2"),
+    ),
+    "fused, output sharded, both axes selected": (
+        *((4, 2), [(1, (16, 40), ("b", "a"), KERNEL)]),
+        fused(24, 8, 8, select_axis="shorter"),
+    ),
+    "fused heads of a stack": (
+        *((2, 4), [(2, (2, 16, 16, 4), ("a", None, "b"), (1, (2, 3)))]),
+        fused(32, 16, 16),
+    ),
+    "fused heads beside a sharded reduction": (
+        *((2, 4), [(2, (16, 16, 4), ("a", "b"), (0, (1, 2)))]),
+        fused(32, 16, 16),
+    ),
 }
 OF_THE_ORACLE = ("selection", "select_axis", "score", "neuron_beta2")
 
@@ -96,17 +146,21 @@ def test_layout_equals_the_oracle(name, kind):
         for _ in range(2)
     ]
     grads = [{w: place(g[w], mesh, leaves[w][1]) for w in leaves} for g in raw]
-    tx = scale_by_dion2(
-        *(0.25, 0.9),
+    arguments = arguments | dict(
         ns_dtype=jnp.float32,
         weight_dimension_numbers={
             w: MuonDimensionNumbers(*axes) for w, (_, _, axes) in leaves.items()
         },
         param_shardings=needed_shardings(grads[0], kind),
-        **arguments,
     )
-    state, update = tx.init(grads[0]), jax.jit(tx.update)
+    tx = scale_by_dion2(0.25, 0.9, **arguments)
+    count = place(np.zeros((), np.int32), mesh)  # as after a step: one compilation
+    state = tx.init(grads[0])._replace(count=count)
+    update = jax.jit(tx.update).lower(grads[0], state).compile()
+    total = describe(grads[0], 0.25, **arguments).total
+    assert_costs(collectives_in(update.as_text())[1], total)
     known = {k: v for k, v in arguments.items() if k in OF_THE_ORACLE}
+    known["splits"] = arguments.get("weight_splits")
     expected = {w: None for w in leaves}
     for t, grad in enumerate(grads):
         updates, state = update(grad, state)

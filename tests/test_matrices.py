@@ -44,6 +44,15 @@ def test_tables_of_vectors_are_not_matrices_wherever_the_name_stands(name):
     assert rule({"a": {name: (8, 12)}}) == {"a": {name: None}}
 
 
+@pytest.mark.parametrize("path", ["bias", "scale", "norm1/weight", "q_norm/gamma"])
+def test_stacked_or_per_head_vectors_are_not_matrices(path):
+    first, _, last = path.partition("/")
+    for params in ({first: {last: (4, 8)}} if last else {first: (4, 8)},):
+        assert jax.tree.leaves(rule(params)) == []
+        assert jax.tree.leaves(rule({"layers": params})) == []
+    assert rule({"bias": {"value": (4, 8)}}) == {"bias": {"value": None}}
+
+
 def test_part_of_a_name_is_not_the_name():
     assert rule({"header": (8, 12), "embedding_proj": (8, 12)}) == {
         "header": MATRIX,
@@ -53,7 +62,7 @@ def test_part_of_a_name_is_not_the_name():
 
 def test_a_bias_proves_a_stack_of_kernels():
     stacked = {"kernel": (3, 8, 12), "bias": (3, 12)}
-    assert rule({"layers": stacked}) == {"layers": {"kernel": STACK, "bias": MATRIX}}
+    assert rule({"layers": stacked}) == {"layers": {"kernel": STACK, "bias": None}}
     deep = {"kernel": (2, 3, 8, 12), "bias": (2, 3, 12)}
     assert rule(deep)["kernel"] == STACK
 

@@ -18,7 +18,9 @@ def plan(count, shape, devices, *, spec=("fsdp",), most=2**28, select_axis="shar
     mesh = AbstractMesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
     layouts = [
-        resolve_layout(f"w{i}", x, x.sharding, MuonDimensionNumbers(0, 1), select_axis)
+        resolve_layout(
+            *(f"w{i}", x, x.sharding, MuonDimensionNumbers(0, 1), None, select_axis)
+        )
         for i in range(count)
     ]
     options = make_options(

@@ -55,7 +55,9 @@ def test_scores_are_norms_over_the_other_axis():
 
 
 def test_random_scores_follow_seed_step_and_leaf():
-    draw = lambda *key: np.asarray(random_scores(*key, (2, 5)))  # noqa: E731
+    draw = lambda seed, count, leaf: np.asarray(  # noqa: E731
+        random_scores(seed, count, (leaf, 0), (2, 5))
+    )
     assert (draw(0, 1, 2) == draw(0, jnp.int32(1), 2)).all()
     for key in ((1, 1, 2), (0, 2, 2), (0, 1, 3)):
         assert (draw(0, 1, 2) != draw(*key)).any()
