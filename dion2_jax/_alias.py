@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import optax
 
 from dion2_jax import _arguments as check
-from dion2_jax._leaves import is_dimensions, is_splits
+from dion2_jax._leaves import (
+    check_floating,
+    check_gradient,
+    gradients_of,
+    is_bool,
+    is_dimensions,
+    is_splits,
+)
 from dion2_jax._matrices import matrix_dimension_numbers
 from dion2_jax._scaling import ADJUST_LR, scale_by_shape
 from dion2_jax._transform import SCALE_BY_DION2_STATIC_ARGS, scale_by_dion2
@@ -73,7 +80,8 @@ def dion2(
         adjust_fraction: also multiply by 1 / sqrt(fraction): weight decay acts on all
             slices at every step, the update only on a fraction of them.
         weight_decay: of the matrices, times the learning rate.
-        weight_decay_mask: which matrices decay, as in `optax.add_decayed_weights`.
+        weight_decay_mask: True or False per leaf, which matrices decay: tree, prefix,
+            or a function of the parameters. None: all.
         adam_learning_rate: of AdamW; None: the same.
         adam_b1, adam_b2, adam_eps, adam_weight_decay: of AdamW.
 
@@ -130,15 +138,10 @@ def dion2(
     def transformation(tree):
         """The optimizer for a tree: its rule may need leaves that the parts mask."""
         paths, leaves, treedef = leaf_paths(tree)
-        for path, x in zip(paths, leaves, strict=True):
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise TypeError(
-                    f"parameter {name_of(path)!r} of shape {tuple(x.shape)} has dtype "
-                    f"{x.dtype}; expected a real floating dtype. Leave it out with "
-                    f"optax.masked or optax.partition"
-                )
+        check_floating(paths, leaves)
         entries = resolve_entries("weight_dimension_numbers", rule, tree, is_dimensions)
         splits = resolve_entries("weight_splits", weight_splits, tree, is_splits)
+        decays = resolve_entries("weight_decay_mask", weight_decay_mask, tree, is_bool)
         for path, entry, blocks in zip(paths, entries, splits, strict=True):
             if blocks and not entry:
                 raise ValueError(
@@ -146,9 +149,11 @@ def dion2(
                     f"which AdamW takes: name its axes in weight_dimension_numbers, or "
                     f"leave its blocks out"
                 )
-        known = dict(zip(paths, zip(entries, splits, strict=True), strict=True))
+        decays = [True if decay is None else decay for decay in decays]
+        rows = zip(entries, splits, decays, strict=True)
+        known = dict(zip(paths, rows, strict=True))
 
-        def dimensions(part):
+        def known_of(part):
             paths = leaf_paths(part)[0]
             unknown = [name_of(path) for path in paths if path not in known]
             if unknown:
@@ -163,7 +168,7 @@ def dion2(
 
         def entry_tree(index):
             return lambda part: leaf_paths(part)[2].unflatten(
-                [pair[index] for pair in dimensions(part)]
+                [row[index] for row in known_of(part)]
             )
 
         def labels(_):
@@ -177,9 +182,9 @@ def dion2(
                 **arguments,
             ),
             scale_by_shape(
-                dimensions, adjust_lr, fraction**-0.5 if adjust_fraction else 1.0
+                known_of, adjust_lr, fraction**-0.5 if adjust_fraction else 1.0
             ),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.add_decayed_weights(weight_decay, entry_tree(2)),
             optax.scale_by_learning_rate(learning_rate),
         )
         rest = optax.adamw(
@@ -187,7 +192,8 @@ def dion2(
             *(adam_b1, adam_b2, adam_eps),
             weight_decay=adam_weight_decay,
         )
-        return optax.partition({"dion2": matrices, "adam": _stable(rest)}, labels)
+        halves = {"dion2": _stable(matrices), "adam": _stable(rest)}
+        return optax.partition(halves, labels)
 
     def init(params):
         return transformation(params).init(params)
@@ -198,6 +204,16 @@ def dion2(
                 "dion2 decays weights and needs the parameters: call "
                 "update(updates, state, params)"
             )
+        if not isinstance(state, optax.PartitionState):
+            raise TypeError(
+                f"expected the state that init or the last update returned, got "
+                f"{type(state).__name__}: call update(updates, state, params)"
+            )
+        paths, leaves, treedef = leaf_paths(params)
+        grads = gradients_of(updates, paths, treedef)
+        for path, p, g in zip(paths, leaves, grads, strict=True):
+            if g is not None and not isinstance(g, optax.MaskedNode):
+                check_gradient(path, p, g)
         return transformation(params).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -209,16 +225,20 @@ def _check_rate(name: str, value) -> None:
 
 
 def _stable(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """AdamW whose updates and state keep the dtypes they have after init.
+    """`tx` with updates of the gradients' dtypes, and the state's those after init.
 
     Plain AdamW's drift with bfloat16 parameters and float32 gradients or learning
-    rates, and cost a second compilation.
+    rates, and cost a second compilation; weight decay takes the parameters' dtype.
     """
     tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        strong = lambda x: jnp.asarray(x, x.dtype)  # noqa: E731
+        return jax.tree.map(strong, tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
         new, after = tx.update(updates, state, params, **extra_args)
         keep = lambda x, like: x.astype(like.dtype)  # noqa: E731
         return jax.tree.map(keep, new, updates), jax.tree.map(keep, after, state)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

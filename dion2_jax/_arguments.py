@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+LARGEST = float(np.finfo(np.float64).max)
+
 
 def check_fraction(fraction, static_args: str) -> float:
     """`fraction` as a Python float in (0, 1]."""
@@ -18,7 +20,7 @@ def check_fraction(fraction, static_args: str) -> float:
         )
     if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real):
         raise TypeError(f"fraction must be a number in (0, 1], got {fraction!r}")
-    if not 0 < float(fraction) <= 1:
+    if not 0 < fraction <= 1:
         raise ValueError(f"fraction must lie in (0, 1], got {fraction!r}")
     return float(fraction)
 
@@ -31,7 +33,7 @@ def check_choice(name: str, value, choices: tuple) -> None:
 
 
 def check_number(name: str, value, low=0.0, *, optional=False, high=math.inf) -> None:
-    """Raises unless `value` is a scalar in [low, high]; traced ones are not read."""
+    """Raises unless `value` is finite, in [low, high]; traced ones are not read."""
     if value is None and optional:
         return
     if isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -39,22 +41,24 @@ def check_number(name: str, value, low=0.0, *, optional=False, high=math.inf) ->
             raise TypeError(
                 f"{name} must be a scalar, got an array {value.dtype}{value.shape}"
             )
-        if isinstance(value, jax.Array):
+        if isinstance(value, jax.core.Tracer):
             return
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high:
+    if not low <= value <= high or value > LARGEST:
         end = "inf)" if high == math.inf else f"{high}]"
         raise ValueError(f"{name} must lie in [{low}, {end}, got {value!r}")
 
 
-def check_int(name: str, value, low: int) -> int:
-    """`value` as an int of at least `low`."""
+def check_int(name: str, value, low: int, below: float = math.inf) -> int:
+    """`value` as an int of at least `low` and less than `below`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int of at least {low}, got {value!r}")
     if value < low:
         raise ValueError(f"{name} must be at least {low}, got {value!r}")
+    if value >= below:
+        raise ValueError(f"{name} must be less than {below}, got {value!r}")
     return int(value)
 
 
@@ -82,3 +86,10 @@ def check_callable(name: str, value) -> None:
     """Raises unless `value` is None or callable."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be None or a function, got {value!r}")
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be hashable, for a compiled step is kept for it, but "
+            f"{type(value).__name__} is not: pass lambda x: f(x)"
+        ) from error

@@ -7,11 +7,13 @@ Array values are never read here.
 
 import itertools
 import math
+import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 Names = tuple[str, ...]
@@ -197,16 +199,28 @@ def matrix_axes(path, shape, dimensions) -> tuple[tuple[int, ...], tuple[int, ..
             f"to another optimizer (dion2 gives it to AdamW)"
         )
     groups = []
-    for axes in dimensions:
-        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    for given in dimensions:
+        axes = (given,) if isinstance(given, numbers.Integral) else given
+        if not isinstance(axes, Sequence) or any(
+            not isinstance(a, numbers.Integral) or isinstance(a, bool) for a in axes
+        ):
+            raise TypeError(
+                f"{describe_leaf(path, shape)}: {dimensions} in "
+                f"weight_dimension_numbers must be two axes or tuples of axes, each an "
+                f"int, got {given!r}"
+            )
         if any(not -len(shape) <= a < len(shape) for a in axes):
             raise ValueError(
                 f"{describe_leaf(path, shape)}: {dimensions} names an axis that an "
                 f"array of rank {len(shape)} does not have: in "
-                f"weight_dimension_numbers use axes from {-len(shape)} to "
-                f"{len(shape) - 1}"
+                f"weight_dimension_numbers use "
+                + (
+                    f"axes from {-len(shape)} to {len(shape) - 1}"
+                    if shape
+                    else "None for it: it is no matrix"
+                )
             )
-        groups.append(tuple(a % len(shape) for a in axes))
+        groups.append(tuple(int(a) % len(shape) for a in axes))
     taken = groups[0] + groups[1]
     if not all(groups) or len(set(taken)) != len(taken):
         raise ValueError(
@@ -244,10 +258,11 @@ def find_sharding(path: str, x, entry) -> tuple:
     given_mesh, spec = entry_sharding(path, x, entry)
     given = spec_names(path, x.shape, given_mesh, spec)
     check_names(path, x.shape, given_mesh, given)
-    if not mesh.empty and tuple(mesh.shape.items()) != tuple(given_mesh.shape.items()):
+    difference = mesh_difference(typed, x, given_mesh)
+    if difference:
         raise ValueError(
             f"{describe_leaf(path, x.shape, mesh)}: param_shardings gives it a "
-            f"sharding on another mesh, {dict(given_mesh.shape)}: {TAKE_SHARDINGS}"
+            f"sharding on another mesh, {difference}: {TAKE_SHARDINGS}"
         )
     # On Explicit axes the type is the truth; on Auto axes only an array knows it.
     truth, known = names, explicit
@@ -260,7 +275,38 @@ def find_sharding(path: str, x, entry) -> tuple:
             f"the array is sharded as {getattr(x, 'sharding', typed).spec}: "
             f"{TAKE_SHARDINGS}"
         )
-    return given_mesh, given
+    # Where all axes are Explicit, shard_map compares axes of length 1 as well.
+    whole = kinds and all(kind == AxisType.Explicit for kind in kinds.values())
+    return given_mesh, names if whole else given
+
+
+def mesh_difference(typed: NamedSharding, x, given) -> str:
+    """How the mesh `given` differs from that of leaf `x`; "" if it does not."""
+    mesh = typed.mesh
+    if mesh.empty:
+        return ""
+    if tuple(mesh.shape.items()) != tuple(given.shape.items()):
+        return str(dict(given.shape))
+    if mesh.axis_types != given.axis_types:
+        return f"with axis types {given.axis_types} instead of {mesh.axis_types}"
+    own = getattr(getattr(x, "sharding", None), "mesh", None)
+    if isinstance(own, Mesh) and isinstance(given, Mesh):
+        if own.devices.tolist() != given.devices.tolist():
+            return "of other devices, or in another order"
+    return ""
+
+
+def check_placed(layout: Layout, x) -> None:
+    """Raises if a parameter on one device is said to be sharded."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return
+    if not isinstance(x.sharding, NamedSharding) and layout.mesh_axes(range(x.ndim)):
+        raise ValueError(
+            f"{describe_leaf(layout.path, layout.shape, layout.mesh)}: "
+            f"param_shardings says {layout.spec}, but the array lies on one device: "
+            f"place it first, jax.device_put(x, jax.sharding.NamedSharding(mesh, "
+            f"{layout.spec}))"
+        )
 
 
 def type_sharding(path: str, x) -> NamedSharding:

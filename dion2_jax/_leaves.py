@@ -4,12 +4,13 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from dion2_jax._layout import Layout, describe_leaf, resolve_layout
 from dion2_jax._matrices import matrix_dimension_numbers
-from dion2_jax._trees import leaf_paths, name_of, resolve_entries
+from dion2_jax._trees import Path, leaf_paths, name_of, resolve_entries
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 
@@ -17,6 +18,22 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 def is_dimensions(x) -> bool:
     """Whether `x` is one entry of `weight_dimension_numbers`."""
     return isinstance(x, MuonDimensionNumbers)
+
+
+def check_floating(paths: list[Path], leaves: list) -> None:
+    """Raises unless every leaf is an array of real floating numbers."""
+    for path, x in zip(paths, leaves, strict=True):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(
+                f"parameter {name_of(path)!r} is no array but {type(x).__name__}: "
+                f"{x!r}. Leave it out with optax.masked, optax.partition or a filter"
+            )
+        if not any(x.dtype == jnp.dtype(f) for f in FLOATS):
+            raise TypeError(
+                f"{describe_leaf(name_of(path), x.shape)} has dtype {x.dtype}; "
+                f"expected one of {', '.join(jnp.dtype(f).name for f in FLOATS)}. "
+                f"Leave it out with optax.masked or optax.partition"
+            )
 
 
 def is_sharding(x) -> bool:
@@ -32,7 +49,8 @@ def shardings_of(params):
             outside of `jit`: a tracer on Auto axes does not know its sharding.
 
     Returns:
-        The same tree of `jax.sharding.NamedSharding`, None for an array on one device.
+        The same tree of `jax.sharding.NamedSharding`, None for an array on one device
+        or of NumPy.
 
     Raises:
         ValueError: a leaf is sharded, but not by a NamedSharding.
@@ -46,6 +64,9 @@ def shardings_of(params):
     paths, leaves, treedef = leaf_paths(params)
     shardings = []
     for path, x in zip(paths, leaves, strict=True):
+        if isinstance(x, np.ndarray):
+            shardings.append(None)
+            continue
         if isinstance(x, jax.core.Tracer) or not hasattr(x, "sharding"):
             raise TypeError(
                 f"shardings_of needs arrays, got {type(x).__name__} for "
@@ -62,6 +83,41 @@ def shardings_of(params):
             sharding = None
         shardings.append(sharding)
     return jax.tree_util.tree_unflatten(treedef, shardings)
+
+
+def gradients_of(updates, paths: list[Path], treedef) -> list:
+    """The gradient of every leaf of a tree of these paths; None or masked as given."""
+    try:
+        return treedef.flatten_up_to(updates)
+    except ValueError as error:
+        found, _, _ = leaf_paths(updates)
+        missing = [name_of(p) for p in paths if p not in found]
+        extra = [name_of(p) for p in found if p not in paths]
+        raise ValueError(
+            f"the gradients are not a tree of the parameters' structure: missing "
+            f"{missing[:5] or 'nothing'}, beyond it {extra[:5] or 'nothing'} ({error})"
+        ) from error
+
+
+def check_gradient(path: Path, like, gradient) -> None:
+    """Raises unless a gradient is an array of floats shaped like its leaf."""
+    where = describe_leaf(name_of(path), like.shape)
+    if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
+        raise TypeError(
+            f"{where}: its gradient is no array but {type(gradient).__name__}"
+        )
+    if tuple(gradient.shape) != tuple(like.shape):
+        raise ValueError(f"{where}: its gradient has shape {tuple(gradient.shape)}")
+    if not jnp.issubdtype(gradient.dtype, jnp.floating):
+        raise TypeError(
+            f"{where}: its gradient has dtype {gradient.dtype}, expected a real "
+            f"floating one"
+        )
+
+
+def is_bool(x) -> bool:
+    """Whether `x` is one entry of `weight_decay_mask`."""
+    return isinstance(x, bool | np.bool_)
 
 
 def is_splits(x) -> bool:
@@ -82,6 +138,7 @@ def resolve_layouts(
 ) -> list[tuple[Layout, ...]]:
     """The layouts of every leaf; arguments as in `scale_by_dion2`."""
     paths, leaves, _ = leaf_paths(tree)
+    check_floating(paths, leaves)
     dimensions = resolve_entries(
         "weight_dimension_numbers",
         matrix_dimension_numbers
@@ -95,12 +152,6 @@ def resolve_layouts(
     for path, x, sharding, axes, blocks in zip(
         paths, leaves, shardings, dimensions, splits, strict=True
     ):
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-            raise TypeError(
-                f"{describe_leaf(name_of(path), x.shape)} has dtype {x.dtype}; "
-                f"expected one of {', '.join(jnp.dtype(f).name for f in FLOATS)}. "
-                f"Leave it out with optax.masked or optax.partition"
-            )
         layouts.append(
             resolve_layout(
                 *(name_of(path), x, sharding, axes),

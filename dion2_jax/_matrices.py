@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
-from dion2_jax._trees import Path, leaf_paths
+from dion2_jax._trees import Path, leaf_paths, name_of
 
 # A table of vectors, or the head that reads them out: orthogonalizing trains badly
 # (Jordan et al., Muon, 2024; the reference keeps both in its AdamW group).
@@ -35,13 +35,19 @@ def matrix_dimension_numbers(params):
         The tree with `optax.contrib.MuonDimensionNumbers` or None for every leaf.
     """
     paths, leaves, treedef = leaf_paths(params)
-    shapes = {path: x.shape for path, x in zip(paths, leaves, strict=True)}
+    shapes = {
+        path: getattr(x, "shape", None) for path, x in zip(paths, leaves, strict=True)
+    }
     rule = [matrix_rule(p, x, shapes)[0] for p, x in zip(paths, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, rule)
 
 
 def matrix_rule(path: Path, x, shapes: dict) -> tuple[MuonDimensionNumbers | None, str]:
     """The entry of one leaf, and why."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(
+            f"parameter {name_of(path)!r} is no array but {type(x).__name__}: {x!r}"
+        )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return None, f"{x.dtype} is not floating"
     if len(x.shape) < 2:

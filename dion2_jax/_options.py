@@ -81,7 +81,7 @@ def make_options(
     check.check_choice("selection", selection, ("local", "global"))
     check.check_choice("score", score, SCORES)
     check.check_choice("ns_method", ns_method, ("direct", "gram", "auto"))
-    seed = check.check_int("seed", seed, 0)
+    seed = check.check_int("seed", seed, 0, 2**32)
     check.check_callable("newton_schulz_fn", newton_schulz_fn)
     dtype = check.check_dtype("ns_dtype", ns_dtype, (jnp.bfloat16, jnp.float32))
     table, norm_scale = newton_schulz_table(ns_coeffs, ns_steps)

@@ -8,12 +8,14 @@ columns `[..., r, c/t]`: `combine` then sums over the team what runs over column
 import functools
 import math
 import numbers
-import operator
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from dion2_jax._arguments import check_int
 
 Row = tuple[float, float, float]
 
@@ -66,11 +68,7 @@ def newton_schulz_table(
         TypeError: `ns_steps` is not an int, or `ns_coeffs` not numbers.
         ValueError: no such preset, wrong number of rows or of numbers in a row.
     """
-    if isinstance(ns_steps, bool) or not hasattr(ns_steps, "__index__"):
-        raise TypeError(f"ns_steps must be an int of at least 1, got {ns_steps!r}")
-    steps = operator.index(ns_steps)
-    if steps < 1:
-        raise ValueError(f"ns_steps must be at least 1, got {ns_steps!r}")
+    steps = check_int("ns_steps", ns_steps, 1, 1000)
     if isinstance(ns_coeffs, str):
         if ns_coeffs not in COEFFS:
             raise ValueError(
@@ -80,13 +78,18 @@ def newton_schulz_table(
         rows = COEFFS[ns_coeffs]
         rows = rows[:steps] + rows[-1:] * (steps - len(rows))
         return rows, _NORM_SCALE.get(ns_coeffs, 1.0)
+    if not isinstance(ns_coeffs, Sequence | np.ndarray):
+        raise TypeError(
+            f"ns_coeffs must be a preset's name or a sequence of rows (a, b, c), got "
+            f"{ns_coeffs!r}"
+        )
     try:
         single = all(isinstance(row, numbers.Real) for row in ns_coeffs)
         table = [
             tuple(map(float, row))
             for row in ([ns_coeffs] * steps if single else ns_coeffs)
         ]
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"ns_coeffs must be a preset's name ({', '.join(map(repr, COEFFS))}) or "
             f"rows of three Python numbers (a, b, c), got {ns_coeffs!r}"

@@ -72,6 +72,10 @@ class Group:
         """Slices of all devices; n, or all of a fused leaf's."""
         return self.n_local * self.shards
 
+    def first(self, member: Member) -> int:
+        """Where a member's slices begin among those of all devices."""
+        return member.start if self.whole > self.n else 0
+
     @property
     def shape(self) -> tuple[int, int]:
         """Selected submatrix, rows along the select axis."""
@@ -193,6 +197,8 @@ def make_plan(
     teams = options.newton_schulz_fn is None
     members: dict = {}
     for leaf, (blocks, dtype) in enumerate(zip(layouts, dtypes, strict=True)):
+        if math.prod(blocks[0].shape) == 0:
+            continue
         for i, layout in enumerate(blocks):
             fields = _fields(layout, fraction, selection)
             key = fields, str(dtype), layout.replicas
@@ -203,8 +209,6 @@ def make_plan(
     classes: dict[tuple, list[int]] = {}
     for (fields, _, replicas), parts in members.items():
         group = Group(tuple(parts), *fields, k=0)
-        if group.size == 0:
-            continue
         group = replace(group, k=_sent(group, fraction))
         mesh = layouts[parts[0].leaf][0].mesh
         over = {*group.select_mesh, *group.other_mesh}
@@ -278,7 +282,7 @@ def _sent(group: Group, fraction: float) -> int:
         return slice_count(fraction, group.n_local)
     part, each = group.n // group.sets, group.compact // group.sets
     most = 0
-    for start in {m.start for m in group.members}:
+    for start in {group.first(m) for m in group.members}:
         for first in range(0, group.whole, group.n_local):
             held = 0
             for low in range(start, start + group.n, part):

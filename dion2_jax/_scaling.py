@@ -24,13 +24,13 @@ def shape_factor(fan_in: int, fan_out: int, adjust_lr: str | None) -> float:
 
 
 def scale_by_shape(
-    dimensions: Callable, adjust_lr: str | None, factor: float
+    known: Callable, adjust_lr: str | None, factor: float
 ) -> optax.GradientTransformation:
     """Scales every matrix by `factor` times its shape factor, from whole shapes.
 
     Args:
-        dimensions: updates -> for every leaf its `MuonDimensionNumbers`, and the sizes
-            of its blocks along the output or None, as a list of pairs.
+        known: updates -> for every leaf its `MuonDimensionNumbers`, the sizes of its
+            blocks along the output or None, and more, as a list of tuples.
         adjust_lr: one of `ADJUST_LR`.
         factor: common to all matrices.
     """
@@ -39,8 +39,8 @@ def scale_by_shape(
         del params
         paths, leaves, treedef = leaf_paths(updates)
         scaled = []
-        for path, x, (axes, splits) in zip(
-            paths, leaves, dimensions(updates), strict=True
+        for path, x, (axes, splits, *_) in zip(
+            paths, leaves, known(updates), strict=True
         ):
             reduction, output = matrix_axes(name_of(path), x.shape, axes)
             fan_in, fan_out = (

@@ -29,7 +29,7 @@ def slice_scores(momentum: jax.Array, axes: tuple[int, ...], score: str) -> jax.
     largest = jnp.max(size, axis=axes, keepdims=True)
     scale = jnp.where(largest > 0, largest, 1)
     norm = jnp.sqrt(jnp.sum(jnp.square(size / scale), axis=axes))
-    return norm * jnp.squeeze(scale, axes)
+    return _unless_infinite(norm * jnp.squeeze(scale, axes), jnp.squeeze(largest, axes))
 
 
 def combine_scores(scores: jax.Array, axes: tuple[str, ...], score: str) -> jax.Array:
@@ -40,7 +40,13 @@ def combine_scores(scores: jax.Array, axes: tuple[str, ...], score: str) -> jax.
         return lax.psum(scores, axes)
     largest = lax.pmax(scores, axes)
     scale = jnp.where(largest > 0, largest, 1)
-    return jnp.sqrt(lax.psum(jnp.square(scores / scale), axes)) * scale
+    norm = jnp.sqrt(lax.psum(jnp.square(scores / scale), axes)) * scale
+    return _unless_infinite(norm, largest)
+
+
+def _unless_infinite(norm, largest):
+    """Infinity and NaN as they are, which rank first: inf / inf may rank last."""
+    return jnp.where(largest < jnp.inf, norm, largest)
 
 
 def random_scores(seed: int, count, place, shape: tuple[int, ...]) -> jax.Array:
@@ -55,7 +61,7 @@ def random_scores(seed: int, count, place, shape: tuple[int, ...]) -> jax.Array:
     key = jax.random.key(seed)
     for number in (count, *place):
         key = jax.random.fold_in(key, number)
-    return jax.random.uniform(key, shape)
+    return jax.random.uniform(key, shape, jnp.float32)
 
 
 def top_slices(scores: jax.Array, k: int) -> jax.Array:

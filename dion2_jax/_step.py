@@ -214,7 +214,7 @@ def _select(group: Group, scores, options: Options) -> Selected:
         everywhere = lax.psum(everywhere, group.select_mesh).reshape(-1, group.whole)
         ranked = jnp.concatenate(
             [
-                lax.slice_in_dim(part, m.start, m.start + group.n, axis=1)
+                lax.slice_in_dim(part, at := group.first(m), at + group.n, axis=1)
                 for m, part in _by_member(group, everywhere[:, order.argsort()])
             ]
         )
@@ -223,7 +223,7 @@ def _select(group: Group, scores, options: Options) -> Selected:
         best = jnp.any(one_hot(best, None, part, jnp.bool_), axis=-1)
     mask = jnp.concatenate(
         [
-            jnp.pad(own, ((0, 0), (m.start, group.whole - m.start - group.n)))
+            jnp.pad(own, ((0, 0), (at := group.first(m), group.whole - at - group.n)))
             for m, own in _by_member(group, best.reshape(-1, group.n))
         ]
     )[:, order]
@@ -308,6 +308,11 @@ def _orthogonalize(x, exchange: Exchange, slot, options: Options, eps):
     """`[repeat, r, c/t]`, the rows being the short side of the whole matrix."""
     if options.newton_schulz_fn is not None:
         u = options.newton_schulz_fn(x)
+        if not isinstance(u, jax.Array):
+            raise TypeError(
+                f"newton_schulz_fn returned {type(u).__name__} for a batch of matrices "
+                f"of shape {x.shape}: it must return an array of that shape"
+            )
         if u.shape != x.shape:
             raise ValueError(
                 f"newton_schulz_fn returned shape {u.shape} for a batch of matrices "
@@ -359,7 +364,7 @@ def _sets(group: Group, chosen: Selected) -> jax.Array:
     index = jnp.zeros_like(chosen.index)
     if group.sets > 1:
         place = chosen.index + lax.axis_index(group.select_mesh) * group.n_local
-        of = [place - m.start for m, place in _by_member(group, place)]
+        of = [place - group.first(m) for m, place in _by_member(group, place)]
         index = jnp.concatenate(of) // (group.n // group.sets)
     sets = index[:, :, None] == lax.iota(jnp.int32, group.sets)[None, None]
     return sets if chosen.valid is None else sets & chosen.valid[:, :, None]

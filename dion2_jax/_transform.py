@@ -10,12 +10,12 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dion2_jax import _arguments as check
-from dion2_jax._layout import SELECT_AXES, Layout, describe_leaf
-from dion2_jax._leaves import FLOATS, resolve_layouts
+from dion2_jax._layout import SELECT_AXES, Layout, check_placed
+from dion2_jax._leaves import FLOATS, check_gradient, gradients_of, resolve_layouts
 from dion2_jax._options import Options, make_options
 from dion2_jax._plan import Plan, make_plan
 from dion2_jax._step import dion2_step
-from dion2_jax._trees import leaf_paths, name_of
+from dion2_jax._trees import leaf_paths
 
 SCALE_BY_DION2_STATIC_ARGS = (
     *("fraction", "selection", "select_axis", "score", "seed", "ns_coeffs"),
@@ -142,24 +142,28 @@ def scale_by_dion2(
 
     def init(params) -> ScaleByDion2State:
         _, leaves, treedef = leaf_paths(params)
-        layouts = layouts_of(params)
-        mu = [_zeros_like(p, momentum_dtype or p.dtype) for p in leaves]
+        layouts = [layout for layout, *_ in layouts_of(params)]
+        for p, layout in zip(leaves, layouts, strict=True):
+            check_placed(layout, p)
+        mu = [_zeros(p, momentum_dtype or p.dtype) for p in leaves]
         nu = None
         if neuron_beta2 is not None:
-            nu = [
-                jnp.max(
-                    z.astype(jnp.float32), axis=x[0].other, keepdims=True, initial=0
-                )
-                for z, x in zip(mu, layouts, strict=True)
-            ]
-            nu = treedef.unflatten(nu)
+            nu = treedef.unflatten(
+                _zeros(p, jnp.float32, layout.other)
+                for p, layout in zip(leaves, layouts, strict=True)
+            )
         return ScaleByDion2State(jnp.zeros((), jnp.int32), treedef.unflatten(mu), nu)
 
     def update(updates, state, params=None, **extra_args):
         del params, extra_args
+        if not isinstance(state, ScaleByDion2State):
+            raise TypeError(
+                f"expected the ScaleByDion2State that init or the last update "
+                f"returned, got {type(state).__name__}: call update(updates, state)"
+            )
         paths, momenta, treedef = leaf_paths(state.mu)
         layouts = layouts_of(state.mu)
-        grads = treedef.flatten_up_to(updates)
+        grads = gradients_of(updates, paths, treedef)
         nus = (
             [None] * len(grads) if state.nu is None else treedef.flatten_up_to(state.nu)
         )
@@ -172,15 +176,14 @@ def scale_by_dion2(
         results: list = [(None, m, n) for m, n in zip(momenta, nus, strict=True)]
         by_mesh: dict = {}
         for i, (g, (layout, *_)) in enumerate(zip(grads, layouts, strict=True)):
-            if g is not None:
-                if g.shape != momenta[i].shape:
-                    raise ValueError(
-                        f"{describe_leaf(name_of(paths[i]), momenta[i].shape)}: its "
-                        f"gradient has shape {tuple(g.shape)}"
-                    )
+            if isinstance(g, optax.MaskedNode):
+                results[i] = (g, momenta[i], nus[i])
+            elif g is not None:
+                check_gradient(paths[i], momenta[i], g)
                 by_mesh.setdefault(layout.mesh, []).append(i)
+        real = jnp.result_type(float)  # float64 where it is enabled
         scalars = tuple(
-            None if x is None else jnp.asarray(x, jnp.float32)
+            None if x is None else jnp.asarray(x, real)
             for x in (ef_decay, eps, neuron_beta2)
         )
         for mesh, indices in by_mesh.items():
@@ -245,19 +248,30 @@ def _nu_spec(layout: Layout) -> PartitionSpec:
     )
 
 
-def _zeros_like(p, dtype) -> jax.Array:
-    # Depends on p: plain zeros lose its devices and sharding under jit.
-    return jnp.where(p == p, 0, 0).astype(dtype)
+def _zeros(p, dtype, flat: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros as p lies, of size 1 along the axes `flat`."""
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if isinstance(p, jax.core.Tracer) or not isinstance(p, jax.Array):
+        # Depends on p: plain zeros lose its devices and sharding under jit.
+        zeros = jnp.where(p == p, 0, 0).astype(dtype)
+        return jnp.max(zeros, axis=flat, keepdims=True, initial=0) if flat else zeros
+    shape = tuple(1 if a in flat else n for a, n in enumerate(p.shape))
+    sharding = p.sharding
+    if flat and isinstance(sharding, NamedSharding):
+        spec = (None if a in flat else e for a, e in enumerate(sharding.spec))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jnp.zeros(shape, dtype, device=sharding)
 
 
 def _laid_as(g, layout: Layout):
     """The gradient in the parameter's layout; only Explicit axes refuse another."""
     if layout.mesh is None:
         return g
+    g = jnp.asarray(g)
     kinds = dict(zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True))
     typed = jax.typeof(g).sharding
     explicit = any(kind == AxisType.Explicit for kind in kinds.values())
-    if not explicit or typed.mesh.empty or typed.spec == layout.spec:
+    if not explicit or (not typed.mesh.empty and typed.spec == layout.spec):
         return g
     spec = PartitionSpec(
         *(

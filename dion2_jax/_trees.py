@@ -13,6 +13,7 @@ Path = tuple[str, ...]
 EXPECTED = {
     "param_shardings": "a jax.sharding.NamedSharding or PartitionSpec",
     "weight_dimension_numbers": "an optax.contrib.MuonDimensionNumbers",
+    "weight_decay_mask": "True or False",
     "weight_splits": "a tuple of ints, the sizes of its blocks along the output",
 }
 
@@ -62,8 +63,9 @@ def _entry(argument: str, path: Path, entries: dict, is_entry):
         found = "several entries" if below else "no entry"
         raise ValueError(
             f"{argument} has {found} for the parameter {name_of(path)!r}: give a tree "
-            f"of the parameters' structure, a prefix of it, or one entry for all. It "
-            f"has entries for: {', '.join(map(name_of, list(entries)[:5]))}"
+            f"of the parameters' structure, a prefix of it, or one entry for all; an "
+            f"entry is {EXPECTED[argument]}. It has entries for: "
+            f"{', '.join(map(name_of, list(entries)[:5]))}"
         )
     entry = entries[above[0] if above else below[0]]
     if entry is not None and not is_entry(entry):
@@ -76,6 +78,6 @@ def _entry(argument: str, path: Path, entries: dict, is_entry):
 
 def _plain(path) -> Path:
     return tuple(
-        str(next(getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a)))
+        str(next((getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a)), k))
         for k in path
     )

@@ -10,7 +10,12 @@ from dion2_jax import _arguments as check
 from dion2_jax._alias import dion2
 from dion2_jax._cost import Cost, leaf_costs, plan_cost
 from dion2_jax._layout import Layout
-from dion2_jax._leaves import is_dimensions, resolve_layouts, shardings_of
+from dion2_jax._leaves import (
+    check_floating,
+    is_dimensions,
+    resolve_layouts,
+    shardings_of,
+)
 from dion2_jax._matrices import matrix_rule
 from dion2_jax._options import make_options
 from dion2_jax._plan import Plan, make_plan
@@ -94,15 +99,22 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
         w          f32[8,16]  dion2  rank 2  2 of 8 reduction  #0 none    0  1.36e-06
         total                                                             0  1.36e-06
     """
+    signature = inspect.signature(dion2).parameters
+    unknown = [name for name in arguments if name not in signature]
+    if unknown or "learning_rate" in arguments:
+        raise TypeError(
+            f"describe() got an unexpected argument "
+            f"{(unknown or ['learning_rate'])[0]!r}: it takes those of dion2, without "
+            f"the learning rate"
+        )
     dion2(0.0, fraction, **arguments)  # raises for wrong arguments
-    given = {
-        name: p.default for name, p in inspect.signature(dion2).parameters.items()
-    } | arguments
+    given = {name: p.default for name, p in signature.items()} | arguments
     fraction = check.check_fraction(fraction, "STATIC_ARGS")
     neurons = given["neuron_beta2"] is not None
     accepted = inspect.signature(make_options).parameters
     options = make_options(**{name: given[name] for name in accepted})
     paths, leaves, treedef = leaf_paths(params)
+    check_floating(paths, leaves)
     shapes = {path: x.shape for path, x in zip(paths, leaves, strict=True)}
     given_rule = given["weight_dimension_numbers"]
     if given_rule is None:

@@ -90,6 +90,14 @@ LAYOUTS = {
         [(3, (32, 24), ("a",), KERNEL)],
         fused(8, 12, 4),
     ),
+    "fused, reduction sharded, exact": (
+        *((4,), [(1, (16, 12), ("a",), KERNEL)]),
+        fused(8, 4, **GLOBAL),
+    ),
+    "fused, both sharded, the reduction selected, exact": (
+        *((4, 2), [(1, (16, 12), ("a", "b"), KERNEL)]),
+        fused(8, 4, select_axis="reduction", **GLOBAL),
+    ),
     "fused, reduction sharded, shorter of every block": (
         *((8,), [(2, (16, 40), ("a",), KERNEL)]),
         fused(24, 8, 8, select_axis="shorter"),

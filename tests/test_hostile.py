@@ -1,0 +1,594 @@
+"""Hostile input: what was once seen to break, and what a user has a right to."""
+
+import fractions
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import make_mesh, place
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+import dion2_jax
+from dion2_jax import describe, dion2, scale_by_dion2, shardings_of
+
+MATRIX = MuonDimensionNumbers(0, 1)
+W, B = jnp.ones((8, 16)), jnp.ones(16)
+PARAMS = {"b": B, "w": W}
+
+
+def dtypes(tree):
+    return jax.tree.map(lambda x: x.dtype.name, tree)
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def traced_update(tx, grads, params=PARAMS):
+    """Shapes of one update, state as `init` makes it; nothing is compiled."""
+    state = jax.eval_shape(tx.init, params)
+    return jax.eval_shape(tx.update, grads, state, params)
+
+
+# --- layouts and shapes ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 5), (5, 0), (0, 0), (0, 3, 4), (3, 0, 4)], ids=str
+)
+@pytest.mark.parametrize("score", ["l1", "l2", "random"])
+def test_an_empty_matrix_has_an_empty_update(shape, score):
+    """Seen: ZeroDivisionError in make_plan (k = 0); an empty stack fails in to_matrices
+    (reshape with -1) once a leaf beside it makes their group not empty; with "l2" on a
+    mesh also "zero-size array to reduction operation max".
+
+    Right: case 4, an empty update and an empty momentum; other leaves unharmed.
+    """
+    params = {"empty": jnp.ones(shape), "w": jnp.ones((3, 4))}
+    tx = scale_by_dion2(
+        score=score, weight_dimension_numbers=MuonDimensionNumbers(-2, -1)
+    )
+    updates, _ = traced_update(tx, params, params)
+    assert updates["empty"].shape == shape and updates["w"].shape == (3, 4)
+
+
+def test_a_sharded_empty_matrix_can_be_described():
+    """Seen: ZeroDivisionError for the spec along the empty axis, on Auto axes.
+
+    Right: "nothing: empty" in the table, as for empty batch axes.
+    """
+    mesh = make_mesh((8,), "auto")
+    x = jax.ShapeDtypeStruct((0, 8), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+    assert describe({"w": x}).rows[0].selects == "nothing: empty"
+
+
+@pytest.mark.parametrize(
+    "place_gradient", [np.asarray, jnp.asarray], ids=["numpy", "one"]
+)
+def test_gradients_of_one_device_on_explicit_axes(place_gradient):
+    """Seen: "in_specs passed to shard_map: P('a', None) does not match P(None, None)",
+    a bare ValueError. The same gradients work on Auto axes, replicated ones on both.
+
+    Right: resharded first, like any gradient that lies differently.
+    """
+    mesh = make_mesh((8,), "explicit")
+    values = np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)
+    params = {"w": place(values, mesh, ("a",))}
+    tx = scale_by_dion2(ns_dtype=jnp.float32)
+    state = tx.init(params)
+    wanted, _ = tx.update(params, state)
+    found, _ = tx.update({"w": place_gradient(values)}, state)
+    np.testing.assert_array_equal(found["w"], wanted["w"])
+
+
+def test_an_entry_that_a_single_device_array_contradicts_is_refused():
+    """Seen: accepted in silence. The momentum lies on one device at first, over eight
+    after the update; the update lies otherwise than the parameter; and the top slices
+    of eight shards are selected instead of those of the matrix.
+
+    Right: ValueError at init, as for a NamedSharding that says otherwise.
+    """
+    mesh = make_mesh((8,), "auto")
+    tx = scale_by_dion2(param_shardings=NamedSharding(mesh, P("a")))
+    with pytest.raises(ValueError, match="'w'.*param_shardings"):
+        tx.init({"w": jnp.ones((16, 24))})
+
+
+@pytest.mark.parametrize("kind", ["reversed", "other half", "explicit"])
+def test_an_entry_on_a_mesh_of_other_devices_is_refused(kind):
+    """Seen: init succeeds, since only the mesh's axis sizes are compared. Update then
+    fails deep in JAX ("Received incompatible devices for jitted computation", or
+    "in_specs passed to shard_map" for other axis types), without the leaf's name.
+
+    Right: ValueError at init that names leaf, both meshes and shardings_of.
+    """
+    devices = np.array(jax.devices())
+    own = Mesh(devices[:4], ("a",))
+    other = {
+        "reversed": Mesh(devices[:4][::-1], ("a",)),
+        "other half": Mesh(devices[4:], ("a",)),
+        "explicit": Mesh(devices[:4], ("a",), axis_types=(AxisType.Explicit,)),
+    }[kind]
+    params = {"w": place(np.ones((16, 24)), own, ("a",))}
+    tx = scale_by_dion2(param_shardings=NamedSharding(other, P("a")))
+    with pytest.raises(ValueError, match="'w'.*mesh.*shardings_of"):
+        tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize(
+    "spec, entry",
+    [(("b", "a"), (None, "a")), ((None, "a"), ("b", "a")), ((("b", "a"),), ("a",))],
+    ids=str,
+)
+def test_an_explicit_mesh_axis_of_length_one_changes_nothing(spec, entry):
+    """Seen: the entry passes the check, which looks at longer axes only; then shard_map
+    raises "in_specs ... does not match the specs of the input". Works if any axis of
+    the mesh is Auto.
+
+    Right: case 21, the same result as without the axis.
+    """
+    mesh = make_mesh((8, 1), "explicit")
+    params = {"w": place(np.ones((16, 24)), mesh, spec)}
+    tx = scale_by_dion2(param_shardings=NamedSharding(mesh, P(*entry)))
+    updates, _ = tx.update(params, tx.init(params))
+    assert updates["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+
+
+def test_momentum_of_an_auto_axis_before_an_explicit_one_keeps_its_sharding():
+    """Seen: P('x', None) where the parameter has P(('y', 'x'), None): x * 0 drops the
+    Auto axis, zeros_like does not. Momentum is four times as large on every device, and
+    an eager update then refuses it and asks for the shardings that were given.
+
+    Right: the parameter's sharding after init (test_layout reads this partition only).
+    """
+    mesh = jax.make_mesh(
+        (2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto)
+    )
+    w = jax.device_put(jnp.ones((16, 24)), NamedSharding(mesh, P(("y", "x"))))
+    tx = scale_by_dion2(param_shardings=shardings_of({"w": w}))
+    mu = tx.init({"w": w}).mu["w"]
+    assert mu.sharding.is_equivalent_to(w.sharding, 2), mu.sharding
+
+
+# --- dtypes ---------------------------------------------------------------------------
+
+
+def test_updates_have_the_gradient_dtype_with_float32_parameters():
+    """Seen: {'b': bfloat16, 'w': float32}: weight decay promotes the matrices' half.
+    optax.apply_if_finite and lax.cond then fail: "cond branches must have equal output
+    types".
+
+    Right: architecture section 2, "the returned update has the gradient's dtype".
+    """
+    grads = cast(PARAMS, jnp.bfloat16)
+    updates, _ = traced_update(dion2(0.1), grads)
+    assert dtypes(updates) == dtypes(grads)
+
+
+def test_apply_if_finite_with_bfloat16_gradients_of_float32_parameters():
+    """Seen and right: as above, met by a user."""
+    tx = optax.apply_if_finite(dion2(0.1), max_consecutive_errors=3)
+    traced_update(tx, cast(PARAMS, jnp.bfloat16))
+
+
+def test_injected_float32_hyperparameters_keep_the_gradient_dtype():
+    """Seen: with hyperparam_dtype=float32, which README asks for beside bfloat16
+    parameters, the matrices' updates are float32 and AdamW's bfloat16; apply_if_finite
+    and lax.cond fail as above. weight_decay=np.float32(0.1) alone does the same.
+
+    Right: the gradient's dtype.
+    """
+    params = cast(PARAMS, jnp.bfloat16)
+    tx = optax.inject_hyperparams(
+        dion2, static_args=dion2_jax.STATIC_ARGS, hyperparam_dtype=jnp.float32
+    )(0.1)
+    updates, _ = traced_update(tx, params, params)
+    assert dtypes(updates) == dtypes(params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
+def test_gradients_that_are_not_real_floats_are_refused(dtype):
+    """Seen: accepted. Integer and bool gradients get an update cut to whole numbers, so
+    almost all of it is 0; of complex ones the imaginary part is lost in silence.
+
+    Right: TypeError that names leaf and dtype, as for parameters.
+    """
+    tx = scale_by_dion2()
+    with pytest.raises(TypeError, match="'w'"):
+        traced_update(tx, {"w": W.astype(dtype)}, {"w": W})
+
+
+def test_float64_momentum_decays_by_the_whole_number():
+    """Seen: 0.949999988, ef_decay goes through float32. Finite float64 gradients of
+    1e60 give NaN, since the selected slices travel in float32 at best.
+
+    Right: float64 momentum, which FLOATS allows, to float64 rounding.
+    """
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones((8, 16), jnp.float64)}
+        tx = scale_by_dion2(fraction=1.0)
+        _, state = tx.update(params, tx.init(params))
+        assert float(state.mu["w"][0, 0]) == 0.95
+
+
+def test_random_selection_follows_seed_and_step_whatever_x64_is():
+    """Seen: other slices under jax_enable_x64: the uniform numbers become float64.
+
+    Right: "reproducible from seed and step", and float32 as the docstring says.
+    """
+    from dion2_jax._selection import random_scores
+
+    plain = random_scores(0, 1, (2, 0), (64,))
+    with jax.enable_x64(True):
+        wide = random_scores(0, 1, (2, 0), (64,))
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(plain, wide)
+
+
+def test_an_infinite_slice_does_not_hide_under_l2():
+    """Seen: inf / inf is a NaN with its sign bit set on a CPU, which top_k puts last.
+    So the slice is never selected again: the update stays finite, the slice is frozen
+    and its momentum infinite for ever. Under "l1" it is selected and shows.
+
+    Right: an infinite norm ranks first, as its limit does.
+    """
+    from dion2_jax._selection import slice_scores
+
+    x = jnp.asarray([[1.0, 2.0], [jnp.inf, 1.0], [3.0, 4.0]])
+    assert slice_scores(x, (1,), "l2")[1] == jnp.inf
+
+
+def test_a_numpy_float64_parameter_is_float32_without_x64():
+    """Seen: UserWarning "Explicitly requested dtype float64 ... will be truncated" at
+    init, an error under warnings as errors; optax.adamw takes the leaf without a word.
+
+    Right: the dtype that JAX gives the leaf.
+    """
+    state = scale_by_dion2().init({"w": np.ones((4, 6))})
+    assert state.mu["w"].dtype == jnp.float32
+
+
+def test_weakly_typed_parameters_do_not_trace_twice():
+    """Seen: two traces with a parameter jnp.asarray(1.0): AdamW's moments lose their
+    weak type at the first update. `_stable` is there to prevent the second compilation.
+
+    Right: state as after init, weak type included.
+    """
+    params = {"w": W, "scale": jnp.asarray(1.0)}
+    assert params["scale"].weak_type
+    tx = dion2(0.1)
+    state = jax.eval_shape(tx.init, params)
+    _, after = jax.eval_shape(tx.update, params, state, params)
+    weak = [x.weak_type for x in jax.tree.leaves(state)]
+    assert [x.weak_type for x in jax.tree.leaves(after)] == weak
+
+
+# --- trees ----------------------------------------------------------------------------
+
+CALLS = {
+    "dion2.init": lambda tree: dion2(0.1).init(tree),
+    "scale_by_dion2.init": lambda tree: scale_by_dion2(
+        weight_dimension_numbers=MATRIX
+    ).init(tree),
+    "describe": describe,
+    "matrix_dimension_numbers": dion2_jax.matrix_dimension_numbers,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "leaf", [1.0, "x", jax.nn.relu], ids=["float", "str", "function"]
+)
+def test_a_leaf_that_is_no_array_is_named(call, leaf):
+    """Seen: AttributeError: 'float' object has no attribute 'dtype' (or 'shape').
+    Models with activation functions among their leaves (Equinox) end here.
+
+    Right: TypeError that names the leaf and its type, as shardings_of does.
+    """
+    with pytest.raises(TypeError, match="'act'"):
+        call({"w": W, "act": leaf})
+
+
+def test_custom_key_types():
+    """Seen: RuntimeError: generator raised StopIteration, from _plain, for a class
+    registered with plain strings as keys. JAX allows any object with a str there.
+
+    Right: str(key) where a key is none of JAX's four.
+    """
+
+    class Block:
+        def __init__(self, w):
+            self.w = w
+
+    jax.tree_util.register_pytree_with_keys(
+        Block, lambda x: ((("w", x.w),), None), lambda _, children: Block(*children)
+    )
+    assert scale_by_dion2().init(Block(W)).mu.w.shape == W.shape
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [("a", "b"), (0.0, 1), (None, 1), (np.int64(0), np.int64(1)), ((0, (1,)), 1)],
+)
+def test_axes_that_are_not_ints_name_their_leaf(axes):
+    """Seen: "'NoneType' object is not iterable", "'<=' not supported between instances
+    of 'int' and 'str'"; np.int64, a good axis, is "not iterable".
+
+    Right: the leaf's path and weight_dimension_numbers in the message; NumPy ints work.
+    """
+    tx = scale_by_dion2(weight_dimension_numbers={"w": MuonDimensionNumbers(*axes)})
+    if isinstance(axes[0], np.int64):
+        tx.init({"w": W})
+    else:
+        with pytest.raises(
+            (TypeError, ValueError), match="'w'.*weight_dimension_numbers"
+        ):
+            tx.init({"w": W})
+
+
+def test_a_plain_tuple_of_axes_is_told_to_be_dimension_numbers():
+    """Seen: "weight_dimension_numbers has several entries for the parameter 'w': give a
+    tree of the parameters' structure": it is one.
+
+    Right: MuonDimensionNumbers by name, which is the fix.
+    """
+    with pytest.raises((TypeError, ValueError), match="MuonDimensionNumbers"):
+        scale_by_dion2(weight_dimension_numbers={"w": (0, 1)}).init({"w": W})
+
+
+@pytest.mark.parametrize(
+    "grad, wanted",
+    [(1.0, TypeError), ([[1.0] * 16] * 8, TypeError), (optax.MaskedNode(), None)],
+    ids=["float", "list", "masked"],
+)
+def test_a_gradient_that_is_no_array(grad, wanted):
+    """Seen: AttributeError: 'float' / 'MaskedNode' object has no attribute 'shape'.
+
+    Right: TypeError that names the leaf; a MaskedNode is passed through (case 10).
+    """
+    tx = scale_by_dion2()
+    state = tx.init({"v": W, "w": W})
+    grads = {"v": W, "w": grad}
+    if wanted is None:
+        updates, _ = tx.update(grads, state)
+        assert updates["w"] == optax.MaskedNode()
+    else:
+        with pytest.raises(wanted, match="'w'"):
+            tx.update(grads, state)
+
+
+@pytest.mark.parametrize(
+    "grads", [{"w": W}, PARAMS | {"z": W}, [B, W]], ids=["missing", "extra", "list"]
+)
+@pytest.mark.parametrize("whole", [True, False], ids=["dion2", "scale_by_dion2"])
+def test_gradients_of_another_structure_are_said_to_be_so(whole, grads):
+    """Seen: "pytree structure error ... at key path tree_map tree" from optax, or "Dict
+    key mismatch; expected keys": neither says that it is about gradients or momentum.
+
+    Right: a ValueError that speaks of the gradients and names what is missing or extra.
+    """
+    tx, params = dion2(0.1), PARAMS
+    if not whole:
+        tx, params = scale_by_dion2(), {"b": W, "w": W}
+    with pytest.raises(ValueError, match="gradient"):
+        traced_update(tx, grads, params)
+
+
+def test_a_gradient_of_the_wrong_shape_is_named_in_the_adamw_half_too():
+    """Seen: "add got incompatible shapes for broadcasting: (3,), (16,)".
+
+    Right: the same message as for a matrix, which names leaf and both shapes.
+    """
+    with pytest.raises(ValueError, match="'b'.*gradient"):
+        traced_update(dion2(0.1), {"w": W, "b": B[:3]})
+
+
+def test_parameters_of_another_shape_do_not_broadcast():
+    """Seen: params["w"] of shape [1, 16] beside a gradient and momentum of [8, 16] is
+    broadcast by the weight decay, in silence.
+
+    Right: ValueError that names the leaf and both shapes.
+    """
+    tx = dion2(0.1)
+    state = jax.eval_shape(tx.init, PARAMS)
+    with pytest.raises(ValueError, match="'w'"):
+        jax.eval_shape(tx.update, PARAMS, state, PARAMS | {"w": W[:1]})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, {"mu": {"w": W}}, optax.EmptyState()],
+    ids=["None", "dict", "EmptyState"],
+)
+def test_a_state_that_is_none_is_refused_by_name(state):
+    """Seen: AttributeError: 'NoneType' / 'dict' object has no attribute 'mu'. A state
+    and gradients given in the wrong order end here as well.
+
+    Right: TypeError that says ScaleByDion2State was expected, and from init.
+    """
+    with pytest.raises(TypeError, match="ScaleByDion2State"):
+        scale_by_dion2().update({"w": W}, state)
+
+
+# --- arguments ------------------------------------------------------------------------
+
+NUMBERS = ["ef_decay", "eps", "learning_rate", "weight_decay", "adam_b1", "adam_eps"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "value",
+    [float("inf"), 10**400, jnp.complex64(1j), jnp.float32(-0.5), jnp.float32(jnp.nan)],
+    ids=["inf", "huge", "complex", "negative array", "NaN array"],
+)
+def test_numbers_outside_their_range_are_refused(name, value):
+    """Seen: inf passes though the message says [0, inf); 10**400 is an OverflowError in
+    update; complex, negative and NaN scalars pass as concrete JAX arrays, and complex
+    ones lose their imaginary part.
+
+    Right: the error that the Python number gets; only tracers cannot be read.
+    """
+    with pytest.raises((TypeError, ValueError), match=name):
+        dion2(**({"learning_rate": 0.1} | {name: value}))
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "adam_b2"])
+def test_a_fraction_object_is_a_number_or_refused(name):
+    """Seen: accepted by the check, then "unsupported operand type(s) for *: 'Fraction'
+    and 'DynamicJaxprTracer'" in update. (ef_decay and fraction do take one.)
+
+    Right: one or the other, at the call.
+    """
+    try:
+        tx = dion2(**({"learning_rate": 0.1} | {name: fractions.Fraction(1, 3)}))
+    except TypeError as error:
+        assert name in str(error)
+    else:
+        traced_update(tx, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"fraction": 10**400},
+        {"ns_steps": 10**400},
+        {"ns_steps": np.ones(3)},
+        {"ns_coeffs": ["polar_express"]},
+        {"ns_coeffs": {"a": 1.0}},
+        {"ns_coeffs": (10**400, 1.0, 1.0)},
+    ],
+    ids=lambda a: next(iter(a)),
+)
+def test_errors_name_their_argument(arguments):
+    """Seen: OverflowError: int too large to convert to float; "only integer scalar
+    arrays can be converted to a scalar index"; "could not convert string to float".
+
+    Right: ValueError or TypeError with the argument's name.
+    """
+    (name,) = arguments
+    with pytest.raises((TypeError, ValueError), match=name):
+        scale_by_dion2(**arguments)
+
+
+def test_a_generator_of_coefficients_keeps_its_first_row():
+    """Seen: six rows from a generator or zip pass for ns_steps=5, the first one lost to
+    `all(...)`; with five rows "got 4"; dion2 reads the generator twice and finds it
+    empty at init.
+
+    Right: a list made of it once, or a TypeError.
+    """
+    rows = [(float(i), -3.0, 1.0) for i in range(6)]
+    with pytest.raises((TypeError, ValueError), match="ns_coeffs"):
+        scale_by_dion2(ns_coeffs=iter(rows))
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**70])
+def test_a_seed_that_no_key_can_hold_is_refused(seed):
+    """Seen: accepted; "OverflowError: Python int too large to convert to C long" in
+    update. (Without x64, 2**32 is also the seed 0, in silence.)
+
+    Right: ValueError that names seed and its range, at the call.
+    """
+    with pytest.raises(ValueError, match="seed"):
+        scale_by_dion2(score="random", seed=seed)
+
+
+class Scaled:
+    """A callable with a value equality, as every dataclass has: not hashable."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __eq__(self, other):
+        return self.scale == other.scale
+
+    def __call__(self, x):
+        return self.scale * x
+
+
+def test_a_newton_schulz_fn_needs_no_hash():
+    """Seen: "TypeError: unhashable type: 'Scaled'" from lru_cache in update.
+    Dataclasses and modules with a __call__ are such functions.
+
+    Right: works, by identity; or a TypeError at the call that names the argument.
+    """
+    try:
+        tx = scale_by_dion2(newton_schulz_fn=Scaled(0.5))
+    except TypeError as error:
+        assert "newton_schulz_fn" in str(error)
+    else:
+        traced_update(tx, {"w": W}, {"w": W})
+
+
+@pytest.mark.parametrize("result", [None, [], ()], ids=str)
+def test_a_newton_schulz_fn_that_returns_no_array_is_named(result):
+    """Seen: AttributeError: 'NoneType' object has no attribute 'shape'.
+
+    Right: TypeError that names newton_schulz_fn, as a wrong shape does.
+    """
+    with pytest.raises(TypeError, match="newton_schulz_fn"):
+        tx = scale_by_dion2(newton_schulz_fn=lambda x: result)
+        traced_update(tx, {"w": W}, {"w": W})
+
+
+@pytest.mark.parametrize("mask", ["no", -1.0, np.nan, {"w": "no", "b": True}], ids=str)
+def test_a_weight_decay_mask_of_anything_is_refused(mask):
+    """Seen: any object passes and counts as true: "no" decays everything.
+
+    Right: TypeError that names weight_decay_mask; bools (a tree, a prefix, a callable).
+    """
+    with pytest.raises(TypeError, match="weight_decay_mask"):
+        traced_update(dion2(0.1, weight_decay_mask=mask), PARAMS)
+
+
+def test_a_weight_decay_mask_of_another_structure_is_named():
+    """Seen: "pytree structure error ... tree_map tree": not which argument.
+
+    Right: ValueError that names weight_decay_mask and the leaf.
+    """
+    with pytest.raises(ValueError, match="weight_decay_mask"):
+        traced_update(dion2(0.1, weight_decay_mask={"w": True}), PARAMS)
+
+
+# --- describe -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "leaf", [np.ones((4, 4), np.int32), jax.random.key(0)], ids=["int", "key"]
+)
+def test_describe_refuses_what_init_refuses(leaf):
+    """Seen: the table gives an int leaf to adamw, but dion2.init raises for it; for a
+    PRNG key "Cannot interpret 'key<fry>' as a data type".
+
+    Right: "Raises: as dion2 and its init would": the same TypeError, with the leaf.
+    """
+    params = {"w": W, "n": jnp.asarray(leaf)}
+    with pytest.raises(TypeError) as refused:
+        dion2(0.1).init(params)
+    with pytest.raises(TypeError, match=re.escape(str(refused.value))):
+        describe(params)
+
+
+def test_describe_takes_the_numpy_arrays_that_dion2_takes():
+    """Seen: TypeError "shardings_of needs arrays, got ndarray: call it outside of jit";
+    the user called describe, outside of jit.
+
+    Right: one device, as init reads them.
+    """
+    params = {"w": np.ones((8, 16), np.float32)}
+    jax.eval_shape(dion2(0.1).init, params)
+    assert describe(params).rows[0].taken_by == "dion2"
+
+
+def test_describe_names_itself_in_errors_about_its_arguments():
+    """Seen: "dion2() got an unexpected keyword argument 'foo'".
+
+    Right: describe(), which is what was called.
+    """
+    with pytest.raises(TypeError, match=r"describe.*'foo'"):
+        describe(PARAMS, foo=1)
