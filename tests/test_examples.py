@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train_lm  # noqa: E402
-from lm import checkpoint, data  # noqa: E402
+from lm import checkpoint, data, flags  # noqa: E402
 from lm.errors import UserError  # noqa: E402
 
 # A model of 41 thousand parameters, 12 steps, checkpoints 4, 8 and 12.
@@ -367,12 +367,12 @@ def refused(capsys, *argv) -> str:
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "given, said",
     [
-        ("--steps 0", "argument --steps: 0 is not a whole number of at least 1"),
-        ("--steps ten", "argument --steps"),
-        ("--fraction 1.5", "argument --fraction: 1.5 is not in (0, 1]"),
-        ("--lr nan", "argument --lr: nan is not a number above 0"),
+        ("--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
+        ("--fraction 1.5", "argument --fraction: '1.5' is not a number in (0, 1]"),
+        ("--lr nan", "argument --lr: 'nan' is not a number above 0"),
+        ("--seed 4294967296", "--seed: '4294967296' is not a whole number from 0 to"),
         ("--optimizer sgd", "argument --optimizer: invalid choice"),
         ("--heads 3", "must be a multiple of 2 x --heads 3"),
         ("--warmup 200 --decay 200", "are more than --steps 240"),
@@ -387,10 +387,27 @@ def refused(capsys, *argv) -> str:
         ("--data /nowhere", "--data /nowhere: no such file or folder"),
     ],
 )
-def test_flags_that_cannot_work(flags, said, capsys, text, tmp_path):
-    data = ["--data", str(text)] if "--data" not in flags else []
-    out = ["--out", str(tmp_path / "run")] if "--out" not in flags else []
-    assert said in refused(capsys, *data, *out, *flags.split())
+def test_flags_that_cannot_work(given, said, capsys, text, tmp_path):
+    data = ["--data", str(text)] if "--data" not in given else []
+    out = ["--out", str(tmp_path / "run")] if "--out" not in given else []
+    assert said in refused(capsys, *data, *out, *given.split())
+    assert not list(tmp_path.iterdir())
+
+
+NUMBERS = [
+    row.split()[0]
+    for group in flags._GROUPS.values()
+    for row, kind, *_ in group
+    if kind not in (str, bool) and not isinstance(kind, tuple)
+]
+
+
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_what_is_no_number_is_refused_by_what_is_wanted(flag, capsys):
+    line = refused(capsys, flag, "abc")
+    start = f"train_lm.py: error: argument {flag}: 'abc' is not a "
+    assert line.startswith((start + "number", start + "whole number"))
+    assert "_" not in line.removeprefix("train_lm")  # the name of a function
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(finished, text, capsys):

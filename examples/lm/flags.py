@@ -13,36 +13,30 @@ class _OneLine(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return number
+def _number(kind, wanted: str, fits):
+    """A parser of one flag's text that says, of whatever it refuses, what is wanted.
+
+    argparse would put this function's name into the message for a ValueError.
+    """
+
+    def parse(text: str):
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        if number is None or not fits(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return number
+
+    return parse
 
 
-def _count_or_zero(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return number
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    number = float(text)
-    if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
-    return number
+_count = _number(int, "a whole number of at least 1", lambda n: n >= 1)
+_count_or_zero = _number(int, "a whole number of at least 0", lambda n: n >= 0)
+_seed = _number(int, "a whole number from 0 to 2^32 - 1", lambda n: 0 <= n < 2**32)
+_positive = _number(float, "a number above 0", lambda x: 0 < x < math.inf)
+_not_negative = _number(float, "a number of at least 0", lambda x: 0 <= x < math.inf)
+_share = _number(float, "a number in (0, 1]", lambda x: 0 < x <= 1)
 
 
 # Rows: flag, type (or its choices, or bool for a switch), default, what it says.
@@ -105,7 +99,7 @@ _GROUPS = {
         ("--steps N", _count, 240, "steps in all, those before a resume included"),
         ("--batch-size N", _count, 64, "sequences a step, over all devices"),
         ("--seq-len N", _count, 128, "tokens a sequence"),
-        ("--seed N", _count_or_zero, 0, "of parameters and of the order of the data"),
+        ("--seed N", _seed, 0, "of parameters and of the order of the data"),
         ("--max-bad-steps N", _count, 5, "stop after N steps in a row whose gradient "
          "is not finite; such steps change nothing"),
     ),
