@@ -2,8 +2,10 @@
 
 import csv
 import json
+import math
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +19,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train_lm  # noqa: E402
-from lm import checkpoint, data, flags  # noqa: E402
+from lm import checkpoint, data, flags, mesh  # noqa: E402
 from lm.errors import UserError  # noqa: E402
 
 # A model of 41 thousand parameters, 12 steps, checkpoints 4, 8 and 12.
@@ -374,15 +376,25 @@ def refused(capsys, *argv) -> str:
         ("--lr nan", "argument --lr: 'nan' is not a number above 0"),
         ("--seed 4294967296", "--seed: '4294967296' is not a whole number from 0 to"),
         ("--optimizer sgd", "argument --optimizer: invalid choice"),
-        ("--heads 3", "must be a multiple of 2 x --heads 3"),
-        ("--warmup 200 --decay 200", "are more than --steps 240"),
+        ("--heads 3", "--width 128 (the default) must be a multiple of 2 x --heads 3"),
+        (
+            "--warmup 200",
+            "--warmup 200 + --decay 120 (the default) steps are more than --steps 240",
+        ),
+        (
+            "--coordinator localhost:1 --distributed --process-id 2 --num-processes 2",
+            "--process-id 2 is not below --num-processes 2",
+        ),
         ("--resume --overwrite", "give one of them"),
         ("--optimizer muon --axis-types explicit", "needs --axis-types auto"),
         ("--coordinator localhost:1 --distributed", "go together"),
-        ("--dp 3", "--dp 3 x --fsdp 2 x --tp 1 = 6 devices, but there are 8"),
-        ("--fsdp 4 --dp 1", "= 4 devices, but there are 8"),
-        ("--batch-size 12", "--batch-size 12 is not a multiple of --dp x --fsdp = 8"),
-        ("--tp 4", "--heads 2 is not a multiple of --tp = 4"),
+        ("--dp 3", "error: --dp 3 does not divide the 8 devices"),
+        ("--fsdp 3", "error: --fsdp 3 does not divide the 8 devices"),
+        ("--fsdp 16", "error: --fsdp 16 does not divide the 8 devices"),
+        ("--fsdp 3 --tp 2", "error: --fsdp 3 x --tp 2 = 6 does not divide the 8"),
+        ("--fsdp 4 --dp 1", "--dp 1 x --fsdp 4 = 4 devices, but there are 8"),
+        ("--batch-size 12", "12 is not a multiple of the mesh's dp x fsdp = 8"),
+        ("--tp 4", "--heads 2 (the default) is not a multiple of the mesh's tp = 4"),
         ("--resume --out /nowhere", "/nowhere holds no run"),
         ("--data /nowhere", "--data /nowhere: no such file or folder"),
     ],
@@ -392,6 +404,35 @@ def test_flags_that_cannot_work(given, said, capsys, text, tmp_path):
     out = ["--out", str(tmp_path / "run")] if "--out" not in given else []
     assert said in refused(capsys, *data, *out, *given.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dp", [None, 1, 2, 3, 8])
+@pytest.mark.parametrize("fsdp", [None, 1, 4, 3, 16])
+@pytest.mark.parametrize("tp", [None, 1, 2, 16])
+def test_a_mesh_has_the_sizes_given_or_the_refusal_names_them_alone(dp, fsdp, tp):
+    given = [x for x in (dp, fsdp, tp) if x is not None]
+    product = math.prod(given)
+    fits = product == 8 if dp and fsdp else 8 % product == 0
+    if fits:
+        sizes = mesh.mesh_sizes(8, dp, fsdp, tp)
+        assert math.prod(sizes) == 8
+        assert all(x in (None, size) for x, size in zip((dp, fsdp, tp), sizes))
+        # What --help says of those that were not given.
+        assert dp or fsdp or sizes[0] == 1
+        assert tp or sizes[2] == 1
+        return
+    with pytest.raises(UserError) as error:
+        mesh.mesh_sizes(8, dp, fsdp, tp)
+    said = str(error.value).split(":")[0]
+    assert [int(x) for x in re.findall(r"--\w+ (\d+)", said)] == given
+
+
+def test_help_says_what_dp_is_beside_fsdp(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--dp N replicas (default: 1, or what a given --fsdp leaves)" in words
+    assert mesh.mesh_sizes(8, None, 4, None) == (2, 4, 1)
 
 
 NUMBERS = [
