@@ -1,6 +1,7 @@
 """The main job, examples/train_lm.py: what it writes, resumes, survives and refuses."""
 
 import csv
+import functools
 import json
 import math
 import os
@@ -19,8 +20,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train_lm  # noqa: E402
-from lm import checkpoint, data, flags, mesh  # noqa: E402
-from lm.errors import UserError  # noqa: E402
+from lm import checkpoint, data, flags, folder, mesh, metrics  # noqa: E402
+from lm.errors import RunError, UserError  # noqa: E402
 
 # A model of 41 thousand parameters, 12 steps, checkpoints 4, 8 and 12.
 SIZES = (
@@ -180,6 +181,38 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(finished, run, tmp_path)
     assert f"checkpoint {out}/checkpoints/12 is damaged" in stderr
     assert "resumed from step 8" in stdout
     assert curve(out) == curve(finished[0])
+
+
+def test_a_resume_says_which_settings_changed(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    (out / "checkpoints" / "12.sha256").unlink()
+    stdout, _ = run(out, "--resume", "--keep", "3", "--val-every", "4", "--fsdp", "8")
+    said = stdout[stdout.index("resumed from step 8\n") :].splitlines()
+    assert sorted(said[1:-1]) == ["keep: 2 before, 3 now", "val-every: 6 before, 4 now"]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["keep"], config["dp"], config["fsdp"]) == (3, 1, 8)
+
+
+def test_changed_settings_are_told_from_config_json(tmp_path):
+    args = flags.parse(["--data", "new.txt"])
+    folder.write_config(tmp_path, flags.parse(["--lr", "0.01", "--out", "elsewhere"]))
+    assert sorted(folder.changes(tmp_path, args)) == [
+        "data: the default before, new.txt now",
+        "lr: 0.01 before, 0.05 now",
+    ]
+    (tmp_path / "config.json").write_text("{")
+    (line,) = folder.changes(tmp_path, args)
+    assert line.endswith("cannot be read: settings may differ")
+
+
+def test_nothing_to_do_leaves_the_run_as_it_is(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    stdout, _ = run(out, "--resume", "--steps", "5")
+    last = stdout.splitlines()[-1]
+    assert last == "nothing to do: 12 steps are done, --steps is 5"
+    assert "before" not in stdout
+    for name in ("config.json", "metrics.csv", "loss.png"):
+        assert (out / name).read_bytes() == (finished[0] / name).read_bytes()
 
 
 def test_every_flipped_bit_truncation_and_loss_of_a_file_is_found(finished, tmp_path):
@@ -397,6 +430,7 @@ def refused(capsys, *argv) -> str:
         ("--tp 4", "--heads 2 (the default) is not a multiple of the mesh's tp = 4"),
         ("--resume --out /nowhere", "/nowhere holds no run"),
         ("--data /nowhere", "--data /nowhere: no such file or folder"),
+        ("--vocab-size 64", "is outside the vocabulary of 64 tokens: give a larger"),
     ],
 )
 def test_flags_that_cannot_work(given, said, capsys, text, tmp_path):
@@ -456,6 +490,59 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished, text, capsys):
     out = ["--out", str(finished[0]), "--data", str(text)]
     assert "add --resume to go on with it, --overwrite" in refused(capsys, *out)
     assert (finished[0] / "metrics.csv").read_bytes() == before
+
+
+def args_of(out: pathlib.Path, *more: str):
+    return flags.parse(["--out", str(out), *more])
+
+
+def test_a_run_begins_with_its_first_finished_step(tmp_path):
+    # Until then a corrected command finds nothing in its way, and nothing is lost.
+    out, facts = tmp_path / "run", dict(name="x", unigram_entropy=3.0)
+    args = args_of(out)
+
+    def log_of(args):
+        assert folder.prepare(out, args) == 0
+        begin = functools.partial(folder.begin, out, args, 0, facts)
+        return metrics.Log(out, 0, 9, facts, begin)
+
+    first, second = log_of(args), log_of(args)
+    log_of(args).close()
+    assert not list(out.iterdir())
+    first.step(1, 8, np.float32(5), None, np.float32(0.1), 2.0)
+    first.close()
+    assert sorted(x.name for x in out.iterdir()) == ["config.json", "metrics.csv"]
+    with pytest.raises(UserError, match="already holds a run"):
+        folder.prepare(out, args)
+    with pytest.raises(RunError, match="another run has begun"):
+        second.step(1, 8, np.float32(5), None, np.float32(0.1), 2.0)
+
+    # What --overwrite replaces stays until there is something to put in its place.
+    (out / "checkpoints").mkdir()
+    (out / "checkpoints" / "1").write_text("whole")
+    again = log_of(args_of(out, "--overwrite"))
+    assert (out / "checkpoints" / "1").exists() and len(rows(out)) == 1
+    again.step(1, 8, np.float32(4), None, np.float32(0.1), 2.0)
+    again.close()
+    assert not (out / "checkpoints").exists()
+    assert [row["loss"] for row in rows(out)] == ["4.0"]
+
+
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (3.0, "3.000 nats per token, 0.300 below the unigram entropy 3.300; "),
+        (3.9, "3.900 nats per token, 0.600 above the unigram entropy 3.300; "),
+    ],
+)
+def test_the_end_says_on_which_side_of_the_entropy_it_is(loss, said, capsys, tmp_path):
+    facts = dict(name="x", unigram_entropy=3.3)
+    log = metrics.Log(
+        tmp_path, 0, 1, facts, lambda: metrics.MetricsFile(tmp_path / "metrics.csv", 0)
+    )
+    log.step(1, 8, np.float32(loss), loss, np.float32(0.1), 2.0)
+    log.finish()
+    assert f"validation loss {said}" in capsys.readouterr().out
 
 
 def test_a_refusal_is_a_line_and_status_2_from_outside_too(run, tmp_path):
@@ -519,6 +606,18 @@ def test_windows_never_cross_from_one_token_file_to_the_next():
     np.testing.assert_array_equal(cut, np.array(starts)[:, None] + np.arange(4))
     with pytest.raises(UserError, match="token 204 is outside the vocabulary of 204"):
         data.Tokens(tokens.arrays, 204).cut(np.arange(9), 4)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_the_run(tmp_path):
+    tokens = np.arange(1000)
+    for name in ("train_0.bin", "val_0.bin"):
+        token_file(tmp_path / name, tokens)
+    assert data.load(str(tmp_path), 33, vocab=1000).vocab == 1000
+    with pytest.raises(UserError, match="token 999 is outside the vocabulary of 999"):
+        data.load(str(tmp_path), 33, vocab=999)
+    token_file(tmp_path / "train_0.bin", tokens[:500])  # only held-out text has 999
+    with pytest.raises(UserError, match="token 999 is outside the vocabulary of 600"):
+        data.load(str(tmp_path), 33, vocab=600)
 
 
 def test_batches_depend_on_seed_and_step_alone(text):
