@@ -469,6 +469,21 @@ def test_help_says_what_dp_is_beside_fsdp(capsys):
     assert mesh.mesh_sizes(8, None, 4, None) == (2, 4, 1)
 
 
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("", "dion2-0.25_dp1_fsdp8"),
+        ("--optimizer dion3", "dion3-0.25_dp1_fsdp8"),
+        ("--optimizer dion3 --fraction 0.5 --fsdp 2 --tp 2", "dion3-0.5_dp2_fsdp2_tp2"),
+        ("--optimizer muon --dp 8", "muon_dp8_fsdp1"),
+    ],
+)
+def test_a_run_is_named_after_its_optimizer_and_mesh(given, name):
+    args = flags.parse(given.split())
+    sizes = mesh.mesh_sizes(8, args.dp, args.fsdp, args.tp)
+    assert flags.run_name(args, *sizes) == name
+
+
 NUMBERS = [
     row.split()[0]
     for group in flags._GROUPS.values()

@@ -3,7 +3,7 @@
 import argparse
 import math
 
-LEARNING_RATES = {"dion2": 0.05, "muon": 0.02, "adamw": 0.004}
+LEARNING_RATES = {"dion2": 0.05, "dion3": 0.05, "muon": 0.02, "adamw": 0.004}
 
 
 class _OneLine(argparse.ArgumentParser):
@@ -84,11 +84,11 @@ _GROUPS = {
         ("--optimizer", tuple(LEARNING_RATES), "dion2", "of the layers' matrices; "
          "embedding, head and norms take AdamW"),
         ("--fraction F", _share, 0.25, "share of each momentum matrix's slices that "
-         "Dion2 orthogonalizes a step, above 0 to 1"),
+         "Dion2 and Dion3 orthogonalize a step, above 0 to 1"),
         ("--lr LR", _positive, None, "peak learning rate (default: "
          + ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items()) + ")"),
         ("--adam-lr LR", _positive, None, "peak learning rate of what AdamW takes "
-         f"beside Dion2 or Muon (default: {LEARNING_RATES['adamw']})"),
+         f"beside Dion2, Dion3 or Muon (default: {LEARNING_RATES['adamw']})"),
         ("--weight-decay WD", _not_negative, 0.01, "a step takes WD x learning rate "
          "off each parameter, as a share"),
         ("--warmup STEPS", _count_or_zero, None, "linear, from zero (default: 20, but "
@@ -234,6 +234,6 @@ def check_sizes(args: argparse.Namespace, dp: int, fsdp: int, tp: int) -> str | 
 def run_name(args: argparse.Namespace, dp: int, fsdp: int, tp: int) -> str:
     """Optimizer, fraction and mesh, as in dion2-0.25_dp1_fsdp8."""
     optimizer = args.optimizer + (
-        f"-{args.fraction:g}" if args.optimizer == "dion2" else ""
+        f"-{args.fraction:g}" if args.optimizer in ("dion2", "dion3") else ""
     )
     return f"{optimizer}_dp{dp}_fsdp{fsdp}" + (f"_tp{tp}" if tp > 1 else "")
