@@ -144,7 +144,11 @@ def test_the_start_says_who_takes_what_and_the_end_how_it_went(finished):
         for name in taken:
             taken[name] += f" {name} " in line
     assert taken == {"dion2": 12, "adamw": 7}  # 6 kernels a layer; embed, head, norms
-    assert "below the unigram entropy" in stdout.splitlines()[-1]
+    last = stdout.splitlines()[-1]
+    val_loss, gap, unigram = map(float, re.findall(r"\d+\.\d{3}", last))
+    side = "below" if val_loss < unigram else "above"
+    assert f"{gap:.3f} {side} the unigram entropy" in last
+    assert gap == pytest.approx(abs(val_loss - unigram), abs=0.0011)
 
 
 # Resuming
