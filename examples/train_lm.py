@@ -9,6 +9,7 @@ writes runs/dion2-0.25_dp1_fsdp8/{metrics.csv,loss.png,config.json,checkpoints}.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 
@@ -53,6 +54,7 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
     sizes = mesh.mesh_sizes(jax.device_count(), args.dp, args.fsdp, args.tp)
     if problem := flags.check_sizes(args, *sizes):
         raise UserError(problem)
+    args.dp, args.fsdp, args.tp = sizes
     name = flags.run_name(args, *sizes)
     out = pathlib.Path(args.out or f"runs/{name}")
     start = processes.agree(lambda: folder.prepare(out, args))
@@ -87,8 +89,8 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
     )
     log = None
     if jax.process_index() == 0:
-        folder.write_config(out, args, **facts)
-        log = metrics.Log(out, start, args.steps, facts)
+        begin = functools.partial(folder.begin, out, args, start, facts)
+        log = metrics.Log(out, start, args.steps, facts, begin)
         log.say(
             f"{name}: {facts['parameters']:,} parameters, {facts['device_count']} "
             f"{facts['platform']} devices, {args.axis_types} axes, in {out}"
@@ -98,8 +100,10 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
             f"{corpus.val.size:,} held out"
         )
         log.say(table)
-        if start:
+        if args.resume and start < args.steps:
             log.say(f"resumed from step {start}")
+            for line in folder.changes(out, args):
+                log.say(line)
 
     window = args.seq_len + 1
     loop = Loop(

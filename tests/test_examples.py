@@ -1,9 +1,12 @@
 """The main job, examples/train_lm.py: what it writes, resumes, survives and refuses."""
 
 import csv
+import functools
 import json
+import math
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +20,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train_lm  # noqa: E402
-from lm import checkpoint, data  # noqa: E402
-from lm.errors import UserError  # noqa: E402
+from lm import checkpoint, data, flags, folder, mesh, metrics  # noqa: E402
+from lm.errors import RunError, UserError  # noqa: E402
 
 # A model of 41 thousand parameters, 12 steps, checkpoints 4, 8 and 12.
 SIZES = (
@@ -141,7 +144,11 @@ def test_the_start_says_who_takes_what_and_the_end_how_it_went(finished):
         for name in taken:
             taken[name] += f" {name} " in line
     assert taken == {"dion2": 12, "adamw": 7}  # 6 kernels a layer; embed, head, norms
-    assert "below the unigram entropy" in stdout.splitlines()[-1]
+    last = stdout.splitlines()[-1]
+    val_loss, gap, unigram = map(float, re.findall(r"\d+\.\d{3}", last))
+    side = "below" if val_loss < unigram else "above"
+    assert f"{gap:.3f} {side} the unigram entropy" in last
+    assert gap == pytest.approx(abs(val_loss - unigram), abs=0.0011)
 
 
 # Resuming
@@ -178,6 +185,38 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(finished, run, tmp_path)
     assert f"checkpoint {out}/checkpoints/12 is damaged" in stderr
     assert "resumed from step 8" in stdout
     assert curve(out) == curve(finished[0])
+
+
+def test_a_resume_says_which_settings_changed(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    (out / "checkpoints" / "12.sha256").unlink()
+    stdout, _ = run(out, "--resume", "--keep", "3", "--val-every", "4", "--fsdp", "8")
+    said = stdout[stdout.index("resumed from step 8\n") :].splitlines()
+    assert sorted(said[1:-1]) == ["keep: 2 before, 3 now", "val-every: 6 before, 4 now"]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["keep"], config["dp"], config["fsdp"]) == (3, 1, 8)
+
+
+def test_changed_settings_are_told_from_config_json(tmp_path):
+    args = flags.parse(["--data", "new.txt"])
+    folder.write_config(tmp_path, flags.parse(["--lr", "0.01", "--out", "elsewhere"]))
+    assert sorted(folder.changes(tmp_path, args)) == [
+        "data: the default before, new.txt now",
+        "lr: 0.01 before, 0.05 now",
+    ]
+    (tmp_path / "config.json").write_text("{")
+    (line,) = folder.changes(tmp_path, args)
+    assert line.endswith("cannot be read: settings may differ")
+
+
+def test_nothing_to_do_leaves_the_run_as_it_is(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    stdout, _ = run(out, "--resume", "--steps", "5")
+    last = stdout.splitlines()[-1]
+    assert last == "nothing to do: 12 steps are done, --steps is 5"
+    assert "before" not in stdout
+    for name in ("config.json", "metrics.csv", "loss.png"):
+        assert (out / name).read_bytes() == (finished[0] / name).read_bytes()
 
 
 def test_every_flipped_bit_truncation_and_loss_of_a_file_is_found(finished, tmp_path):
@@ -367,30 +406,102 @@ def refused(capsys, *argv) -> str:
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "given, said",
     [
-        ("--steps 0", "argument --steps: 0 is not a whole number of at least 1"),
-        ("--steps ten", "argument --steps"),
-        ("--fraction 1.5", "argument --fraction: 1.5 is not in (0, 1]"),
-        ("--lr nan", "argument --lr: nan is not a number above 0"),
+        ("--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
+        ("--fraction 1.5", "argument --fraction: '1.5' is not a number in (0, 1]"),
+        ("--lr nan", "argument --lr: 'nan' is not a number above 0"),
+        ("--seed 4294967296", "--seed: '4294967296' is not a whole number from 0 to"),
         ("--optimizer sgd", "argument --optimizer: invalid choice"),
-        ("--heads 3", "must be a multiple of 2 x --heads 3"),
-        ("--warmup 200 --decay 200", "are more than --steps 240"),
+        ("--heads 3", "--width 128 (the default) must be a multiple of 2 x --heads 3"),
+        (
+            "--warmup 200",
+            "--warmup 200 + --decay 120 (the default) steps are more than --steps 240",
+        ),
+        (
+            "--coordinator localhost:1 --distributed --process-id 2 --num-processes 2",
+            "--process-id 2 is not below --num-processes 2",
+        ),
         ("--resume --overwrite", "give one of them"),
         ("--optimizer muon --axis-types explicit", "needs --axis-types auto"),
         ("--coordinator localhost:1 --distributed", "go together"),
-        ("--dp 3", "--dp 3 x --fsdp 2 x --tp 1 = 6 devices, but there are 8"),
-        ("--fsdp 4 --dp 1", "= 4 devices, but there are 8"),
-        ("--batch-size 12", "--batch-size 12 is not a multiple of --dp x --fsdp = 8"),
-        ("--tp 4", "--heads 2 is not a multiple of --tp = 4"),
+        ("--dp 3", "error: --dp 3 does not divide the 8 devices"),
+        ("--fsdp 3", "error: --fsdp 3 does not divide the 8 devices"),
+        ("--fsdp 16", "error: --fsdp 16 does not divide the 8 devices"),
+        ("--fsdp 3 --tp 2", "error: --fsdp 3 x --tp 2 = 6 does not divide the 8"),
+        ("--fsdp 4 --dp 1", "--dp 1 x --fsdp 4 = 4 devices, but there are 8"),
+        ("--batch-size 12", "12 is not a multiple of the mesh's dp x fsdp = 8"),
+        ("--tp 4", "--heads 2 (the default) is not a multiple of the mesh's tp = 4"),
         ("--resume --out /nowhere", "/nowhere holds no run"),
         ("--data /nowhere", "--data /nowhere: no such file or folder"),
+        ("--vocab-size 64", "is outside the vocabulary of 64 tokens: give a larger"),
     ],
 )
-def test_flags_that_cannot_work(flags, said, capsys, text, tmp_path):
-    data = ["--data", str(text)] if "--data" not in flags else []
-    out = ["--out", str(tmp_path / "run")] if "--out" not in flags else []
-    assert said in refused(capsys, *data, *out, *flags.split())
+def test_flags_that_cannot_work(given, said, capsys, text, tmp_path):
+    data = ["--data", str(text)] if "--data" not in given else []
+    out = ["--out", str(tmp_path / "run")] if "--out" not in given else []
+    assert said in refused(capsys, *data, *out, *given.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dp", [None, 1, 2, 3, 8])
+@pytest.mark.parametrize("fsdp", [None, 1, 4, 3, 16])
+@pytest.mark.parametrize("tp", [None, 1, 2, 16])
+def test_a_mesh_has_the_sizes_given_or_the_refusal_names_them_alone(dp, fsdp, tp):
+    given = [x for x in (dp, fsdp, tp) if x is not None]
+    product = math.prod(given)
+    fits = product == 8 if dp and fsdp else 8 % product == 0
+    if fits:
+        sizes = mesh.mesh_sizes(8, dp, fsdp, tp)
+        assert math.prod(sizes) == 8
+        assert all(x in (None, size) for x, size in zip((dp, fsdp, tp), sizes))
+        # What --help says of those that were not given.
+        assert dp or fsdp or sizes[0] == 1
+        assert tp or sizes[2] == 1
+        return
+    with pytest.raises(UserError) as error:
+        mesh.mesh_sizes(8, dp, fsdp, tp)
+    said = str(error.value).split(":")[0]
+    assert [int(x) for x in re.findall(r"--\w+ (\d+)", said)] == given
+
+
+def test_help_says_what_dp_is_beside_fsdp(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--dp N replicas (default: 1, or what a given --fsdp leaves)" in words
+    assert mesh.mesh_sizes(8, None, 4, None) == (2, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("", "dion2-0.25_dp1_fsdp8"),
+        ("--optimizer dion3", "dion3-0.25_dp1_fsdp8"),
+        ("--optimizer dion3 --fraction 0.5 --fsdp 2 --tp 2", "dion3-0.5_dp2_fsdp2_tp2"),
+        ("--optimizer muon --dp 8", "muon_dp8_fsdp1"),
+    ],
+)
+def test_a_run_is_named_after_its_optimizer_and_mesh(given, name):
+    args = flags.parse(given.split())
+    sizes = mesh.mesh_sizes(8, args.dp, args.fsdp, args.tp)
+    assert flags.run_name(args, *sizes) == name
+
+
+NUMBERS = [
+    row.split()[0]
+    for group in flags._GROUPS.values()
+    for row, kind, *_ in group
+    if kind not in (str, bool) and not isinstance(kind, tuple)
+]
+
+
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_what_is_no_number_is_refused_by_what_is_wanted(flag, capsys):
+    line = refused(capsys, flag, "abc")
+    start = f"train_lm.py: error: argument {flag}: 'abc' is not a "
+    assert line.startswith((start + "number", start + "whole number"))
+    assert "_" not in line.removeprefix("train_lm")  # the name of a function
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(finished, text, capsys):
@@ -398,6 +509,59 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished, text, capsys):
     out = ["--out", str(finished[0]), "--data", str(text)]
     assert "add --resume to go on with it, --overwrite" in refused(capsys, *out)
     assert (finished[0] / "metrics.csv").read_bytes() == before
+
+
+def args_of(out: pathlib.Path, *more: str):
+    return flags.parse(["--out", str(out), *more])
+
+
+def test_a_run_begins_with_its_first_finished_step(tmp_path):
+    # Until then a corrected command finds nothing in its way, and nothing is lost.
+    out, facts = tmp_path / "run", dict(name="x", unigram_entropy=3.0)
+    args = args_of(out)
+
+    def log_of(args):
+        assert folder.prepare(out, args) == 0
+        begin = functools.partial(folder.begin, out, args, 0, facts)
+        return metrics.Log(out, 0, 9, facts, begin)
+
+    first, second = log_of(args), log_of(args)
+    log_of(args).close()
+    assert not list(out.iterdir())
+    first.step(1, 8, np.float32(5), None, np.float32(0.1), 2.0)
+    first.close()
+    assert sorted(x.name for x in out.iterdir()) == ["config.json", "metrics.csv"]
+    with pytest.raises(UserError, match="already holds a run"):
+        folder.prepare(out, args)
+    with pytest.raises(RunError, match="another run has begun"):
+        second.step(1, 8, np.float32(5), None, np.float32(0.1), 2.0)
+
+    # What --overwrite replaces stays until there is something to put in its place.
+    (out / "checkpoints").mkdir()
+    (out / "checkpoints" / "1").write_text("whole")
+    again = log_of(args_of(out, "--overwrite"))
+    assert (out / "checkpoints" / "1").exists() and len(rows(out)) == 1
+    again.step(1, 8, np.float32(4), None, np.float32(0.1), 2.0)
+    again.close()
+    assert not (out / "checkpoints").exists()
+    assert [row["loss"] for row in rows(out)] == ["4.0"]
+
+
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (3.0, "3.000 nats per token, 0.300 below the unigram entropy 3.300; "),
+        (3.9, "3.900 nats per token, 0.600 above the unigram entropy 3.300; "),
+    ],
+)
+def test_the_end_says_on_which_side_of_the_entropy_it_is(loss, said, capsys, tmp_path):
+    facts = dict(name="x", unigram_entropy=3.3)
+    log = metrics.Log(
+        tmp_path, 0, 1, facts, lambda: metrics.MetricsFile(tmp_path / "metrics.csv", 0)
+    )
+    log.step(1, 8, np.float32(loss), loss, np.float32(0.1), 2.0)
+    log.finish()
+    assert f"validation loss {said}" in capsys.readouterr().out
 
 
 def test_a_refusal_is_a_line_and_status_2_from_outside_too(run, tmp_path):
@@ -461,6 +625,18 @@ def test_windows_never_cross_from_one_token_file_to_the_next():
     np.testing.assert_array_equal(cut, np.array(starts)[:, None] + np.arange(4))
     with pytest.raises(UserError, match="token 204 is outside the vocabulary of 204"):
         data.Tokens(tokens.arrays, 204).cut(np.arange(9), 4)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_the_run(tmp_path):
+    tokens = np.arange(1000)
+    for name in ("train_0.bin", "val_0.bin"):
+        token_file(tmp_path / name, tokens)
+    assert data.load(str(tmp_path), 33, vocab=1000).vocab == 1000
+    with pytest.raises(UserError, match="token 999 is outside the vocabulary of 999"):
+        data.load(str(tmp_path), 33, vocab=999)
+    token_file(tmp_path / "train_0.bin", tokens[:500])  # only held-out text has 999
+    with pytest.raises(UserError, match="token 999 is outside the vocabulary of 600"):
+        data.load(str(tmp_path), 33, vocab=600)
 
 
 def test_batches_depend_on_seed_and_step_alone(text):

@@ -14,6 +14,7 @@ from lm.errors import UserError
 
 HELD_OUT = 10  # every tenth file, or the last tenth of a single one, is for validation
 BYTE_VOCAB = 256
+READ_AHEAD = 1_000_000  # tokens of a token file that are checked before a run begins
 GPT2_VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
@@ -24,7 +25,7 @@ class Tokens:
     """Token arrays from which windows are cut; no window crosses an array's end."""
 
     arrays: tuple[np.ndarray, ...]
-    vocab: int  # a token at or above it is refused where it is read
+    vocab: int  # a token at or above it is refused
 
     @property
     def size(self) -> int:
@@ -43,12 +44,24 @@ class Tokens:
         for row, (position, file) in enumerate(zip(positions, which)):
             start = position - (ends[file] - counts[file])
             rows[row] = self.arrays[file][start : start + length]
-        if rows.max() >= self.vocab:
+        self._refuse_outside(rows)
+        return rows
+
+    def check(self) -> None:
+        """Refuses what is outside the vocabulary: in a whole text, and in the first
+        million tokens of a token file. `cut` does so in the rest."""
+        for array in self.arrays:
+            if self.vocab <= np.iinfo(array.dtype).max:
+                mapped = isinstance(array, np.memmap)
+                self._refuse_outside(array[:READ_AHEAD] if mapped else array)
+
+    def _refuse_outside(self, tokens: np.ndarray) -> None:
+        largest = tokens.max()
+        if largest >= self.vocab:
             raise UserError(
-                f"--data: token {rows.max()} is outside the vocabulary of {self.vocab} "
+                f"--data: token {largest} is outside the vocabulary of {self.vocab} "
                 f"tokens: give a larger --vocab-size"
             )
-        return rows
 
     def unigram_entropy(self) -> float:
         """Entropy in nats of the token counts, of the first 10 million tokens."""
@@ -96,7 +109,7 @@ def load(path: str | None, length: int, vocab: int | None = None) -> Corpus:
         vocab: size of the vocabulary. None: 256 for text, 50304 for token files.
 
     Raises:
-        UserError: missing, empty, malformed or too short.
+        UserError: missing, empty, malformed, too short, or outside the vocabulary.
     """
     if path is None:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -119,6 +132,7 @@ def load(path: str | None, length: int, vocab: int | None = None) -> Corpus:
                 f"too few for one sequence of {length}: give more text or a smaller "
                 f"--seq-len"
             )
+        tokens.check()
     return corpus
 
 

@@ -3,7 +3,7 @@
 import argparse
 import math
 
-LEARNING_RATES = {"dion2": 0.05, "muon": 0.02, "adamw": 0.004}
+LEARNING_RATES = {"dion2": 0.05, "dion3": 0.05, "muon": 0.02, "adamw": 0.004}
 
 
 class _OneLine(argparse.ArgumentParser):
@@ -13,36 +13,30 @@ class _OneLine(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return number
+def _number(kind, wanted: str, fits):
+    """A parser of one flag's text that says, of whatever it refuses, what is wanted.
+
+    argparse would put this function's name into the message for a ValueError.
+    """
+
+    def parse(text: str):
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        if number is None or not fits(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return number
+
+    return parse
 
 
-def _count_or_zero(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return number
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    number = float(text)
-    if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
-    return number
+_count = _number(int, "a whole number of at least 1", lambda n: n >= 1)
+_count_or_zero = _number(int, "a whole number of at least 0", lambda n: n >= 0)
+_seed = _number(int, "a whole number from 0 to 2^32 - 1", lambda n: 0 <= n < 2**32)
+_positive = _number(float, "a number above 0", lambda x: 0 < x < math.inf)
+_not_negative = _number(float, "a number of at least 0", lambda x: 0 <= x < math.inf)
+_share = _number(float, "a number in (0, 1]", lambda x: 0 < x <= 1)
 
 
 # Rows: flag, type (or its choices, or bool for a switch), default, what it says.
@@ -56,7 +50,8 @@ _GROUPS = {
     ),
     "mesh": (
         ("--devices N", _count, 8, "emulated devices, where the machine has only CPUs"),
-        ("--dp N", _count, None, "replicas (default: 1)"),
+        ("--dp N", _count, None, "replicas (default: 1, or what a given --fsdp "
+         "leaves)"),
         ("--fsdp N", _count, None, "devices over which parameters and optimizer state "
          "are divided (default: all that --dp and --tp leave)"),
         ("--tp N", _count, None, "devices over which heads and MLP are divided "
@@ -89,11 +84,11 @@ _GROUPS = {
         ("--optimizer", tuple(LEARNING_RATES), "dion2", "of the layers' matrices; "
          "embedding, head and norms take AdamW"),
         ("--fraction F", _share, 0.25, "share of each momentum matrix's slices that "
-         "Dion2 orthogonalizes a step, above 0 to 1"),
+         "Dion2 and Dion3 orthogonalize a step, above 0 to 1"),
         ("--lr LR", _positive, None, "peak learning rate (default: "
          + ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items()) + ")"),
         ("--adam-lr LR", _positive, None, "peak learning rate of what AdamW takes "
-         f"beside Dion2 or Muon (default: {LEARNING_RATES['adamw']})"),
+         f"beside Dion2, Dion3 or Muon (default: {LEARNING_RATES['adamw']})"),
         ("--weight-decay WD", _not_negative, 0.01, "a step takes WD x learning rate "
          "off each parameter, as a share"),
         ("--warmup STEPS", _count_or_zero, None, "linear, from zero (default: 20, but "
@@ -105,7 +100,7 @@ _GROUPS = {
         ("--steps N", _count, 240, "steps in all, those before a resume included"),
         ("--batch-size N", _count, 64, "sequences a step, over all devices"),
         ("--seq-len N", _count, 128, "tokens a sequence"),
-        ("--seed N", _count_or_zero, 0, "of parameters and of the order of the data"),
+        ("--seed N", _seed, 0, "of parameters and of the order of the data"),
         ("--max-bad-steps N", _count, 5, "stop after N steps in a row whose gradient "
          "is not finite; such steps change nothing"),
     ),
@@ -124,10 +119,12 @@ _GROUPS = {
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Its result has what was given; `parse` adds the defaults."""
     parser = _OneLine(
         prog="train_lm.py",
         description="Train a GPT on real text with sharded Dion2. With no argument: a "
         "byte-level model on the source of the Python standard library, on 8 devices.",
+        argument_default=argparse.SUPPRESS,
     )
     for title, rows in _GROUPS.items():
         group = parser.add_argument_group(title)
@@ -136,72 +133,107 @@ def _parser() -> argparse.ArgumentParser:
             if default is not None and kind is not bool:
                 text += f" (default: {default})"
             if kind is bool:
-                group.add_argument(flag, action="store_true", help=text)
+                takes = dict(action="store_const", const=True)
             elif isinstance(kind, tuple):
-                group.add_argument(flag, choices=kind, default=default, help=text)
+                takes = dict(choices=kind)
             else:
-                group.add_argument(
-                    flag, type=kind, default=default, metavar=metavar, help=text
-                )
+                takes = dict(type=kind, metavar=metavar)
+            group.add_argument(flag, help=text, **takes)
     return parser
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags, checked as far as they can be without a device."""
+    """The flags, checked as far as they can be without a device.
+
+    `given` lists those that the command line named; the others have their defaults.
+    """
     parser = _parser()
-    args = parser.parse_args(argv)
-    _check(parser, args)
+    given = vars(parser.parse_args(argv))
+    defaults = {
+        _name(row.split()[0]): default
+        for rows in _GROUPS.values()
+        for row, _, default, _ in rows
+    }
+    args = argparse.Namespace(**{**defaults, **given}, given=sorted(given))
+    _fill(args)
+    if problem := _problem(args):
+        parser.error(problem)
     return args
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _shown(args: argparse.Namespace, flag: str) -> str:
+    """A flag with its value, and whether nobody gave it."""
+    name = _name(flag)
+    default = "" if name in args.given else " (the default)"
+    return f"{flag} {getattr(args, name)}{default}"
+
+
+def _fill(args: argparse.Namespace) -> None:
+    """Defaults that depend on other flags."""
     args.mlp_size = args.mlp_size or 4 * args.width
     args.lr = args.lr or LEARNING_RATES[args.optimizer]
     args.adam_lr = args.adam_lr or LEARNING_RATES["adamw"]
     args.warmup = min(20, args.steps // 10) if args.warmup is None else args.warmup
     args.decay = args.steps // 2 if args.decay is None else args.decay
+
+
+def _problem(args: argparse.Namespace) -> str | None:
+    """Which flags do not go together, said in one line; None: all do."""
     if args.width % (2 * args.heads):
-        parser.error(
-            f"--width {args.width} must be a multiple of 2 x --heads {args.heads}: "
-            f"rotary turns pairs of features inside a head"
+        return (
+            f"{_shown(args, '--width')} must be a multiple of 2 x "
+            f"{_shown(args, '--heads')}: rotary turns pairs of features inside a head"
         )
     if args.optimizer == "muon" and args.axis_types == "explicit":
-        parser.error("optax.contrib.muon needs --axis-types auto: it fails on explicit")
+        return "optax.contrib.muon needs --axis-types auto: it fails on explicit"
     if args.warmup + args.decay > args.steps:
-        parser.error(
-            f"--warmup {args.warmup} + --decay {args.decay} steps are more than "
-            f"--steps {args.steps}"
+        return (
+            f"{_shown(args, '--warmup')} + {_shown(args, '--decay')} steps are more "
+            f"than {_shown(args, '--steps')}"
         )
     if args.resume and args.overwrite:
-        parser.error("--resume goes on and --overwrite starts again: give one of them")
+        return "--resume goes on and --overwrite starts again: give one of them"
     if args.processes > 1 and args.distributed:
-        parser.error("--processes starts its own processes: leave --distributed out")
-    given = [args.coordinator, args.num_processes, args.process_id]
-    if any(x is not None for x in given) and None in given:
-        parser.error("--coordinator, --num-processes and --process-id go together")
-    if args.coordinator and not args.distributed:
-        parser.error("--coordinator needs --distributed")
+        return "--processes starts its own processes: leave --distributed out"
+    joining = [args.coordinator, args.num_processes, args.process_id]
+    if any(x is not None for x in joining):
+        if None in joining:
+            return "--coordinator, --num-processes and --process-id go together"
+        if not args.distributed:
+            return "--coordinator needs --distributed"
+        if args.process_id >= args.num_processes:
+            return (
+                f"--process-id {args.process_id} is not below --num-processes "
+                f"{args.num_processes}: the first process is 0"
+            )
+    return None
 
 
 def check_sizes(args: argparse.Namespace, dp: int, fsdp: int, tp: int) -> str | None:
     """The size that the mesh does not divide, said in one line; None: all divide."""
-    for flag, size, axes, count in (
-        ("--batch-size", args.batch_size, "--dp x --fsdp", dp * fsdp),
-        ("--width", args.width, "--fsdp", fsdp),
-        ("--width", args.width, "--tp", tp),
-        ("--heads", args.heads, "--tp", tp),
-        ("--mlp-size", args.mlp_size, "--fsdp", fsdp),
-        ("--mlp-size", args.mlp_size, "--tp", tp),
-        ("--vocab-size", args.vocab_size, "--tp", tp),
+    for flag, axes, count in (
+        ("--batch-size", "dp x fsdp", dp * fsdp),
+        ("--width", "fsdp", fsdp),
+        ("--width", "tp", tp),
+        ("--heads", "tp", tp),
+        ("--mlp-size", "fsdp", fsdp),
+        ("--mlp-size", "tp", tp),
+        ("--vocab-size", "tp", tp),
     ):
-        if size % count:
-            return f"{flag} {size} is not a multiple of {axes} = {count}"
+        if getattr(args, _name(flag)) % count:
+            return (
+                f"{_shown(args, flag)} is not a multiple of the mesh's {axes} = {count}"
+            )
     return None
 
 
 def run_name(args: argparse.Namespace, dp: int, fsdp: int, tp: int) -> str:
     """Optimizer, fraction and mesh, as in dion2-0.25_dp1_fsdp8."""
     optimizer = args.optimizer + (
-        f"-{args.fraction:g}" if args.optimizer == "dion2" else ""
+        f"-{args.fraction:g}" if args.optimizer in ("dion2", "dion3") else ""
     )
     return f"{optimizer}_dp{dp}_fsdp{fsdp}" + (f"_tp{tp}" if tp > 1 else "")

@@ -1,4 +1,8 @@
-"""The folder of a run: new, started again, or gone on with."""
+"""The folder of a run: new, started again, or gone on with.
+
+A run begins with its first finished step. Until then its folder stays as it was (empty,
+where there was none), so that whatever ends it before can be mended and tried again.
+"""
 
 import argparse
 import json
@@ -8,29 +12,67 @@ import shutil
 import sys
 
 from lm.checkpoint import clean, newest_whole
-from lm.errors import UserError
+from lm.errors import RunError, UserError
+from lm.metrics import MetricsFile
+
+# Flags that say where and how a run is started, not what it does.
+_OUTSIDE = {"given", "out", "resume", "overwrite", "devices", "processes"}
+_OUTSIDE |= {"distributed", "coordinator", "num_processes", "process_id"}
 
 
 def prepare(out: pathlib.Path, args: argparse.Namespace) -> int:
-    """Makes the folder ready and returns the step to go on from (0: the start)."""
+    """Makes sure of the folder, and returns the step to go on from (0: the start)."""
     checkpoints = out / "checkpoints"
     if args.resume:
         if not (out / "config.json").is_file():
             raise UserError(f"--resume: {out} holds no run (there is no config.json)")
         clean(checkpoints)
         return newest_whole(checkpoints, lambda line: print(line, file=sys.stderr))
-    if (out / "config.json").exists() or checkpoints.exists():
-        if not args.overwrite:
-            raise UserError(
-                f"{out} already holds a run: add --resume to go on with it, "
-                f"--overwrite to start it again, or --out DIR to put this one elsewhere"
-            )
-        shutil.rmtree(checkpoints, ignore_errors=True)
+    if _holds_run(out) and not args.overwrite:
+        raise UserError(
+            f"{out} already holds a run: add --resume to go on with it, "
+            f"--overwrite to start it again, or --out DIR to put this one elsewhere"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be made ({error.strerror})") from None
     return 0
+
+
+def _holds_run(out: pathlib.Path) -> bool:
+    return (out / "config.json").exists() or (out / "checkpoints").exists()
+
+
+def begin(out: pathlib.Path, args: argparse.Namespace, start: int, facts: dict):
+    """Once the first step after `start` is finished: config.json and metrics.csv.
+
+    What --overwrite replaces goes only now. Returns the MetricsFile, open.
+    """
+    if args.overwrite:
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    elif not args.resume and (out / "config.json").exists():
+        raise RunError(f"another run has begun in {out} since this one was started")
+    rows = MetricsFile(out / "metrics.csv", start)
+    write_config(out, args, **facts)
+    return rows
+
+
+def changes(out: pathlib.Path, args: argparse.Namespace) -> list[str]:
+    """A line for every setting that is not as the run in `out` had it."""
+    try:
+        before = dict(json.loads((out / "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return [f"warning: {out / 'config.json'} cannot be read: settings may differ"]
+
+    def shown(value):
+        return "the default" if value is None else value
+
+    return [
+        f"{name.replace('_', '-')}: {shown(before[name])} before, {shown(now)} now"
+        for name, now in vars(args).items()
+        if name not in _OUTSIDE and before.get(name, now) != now
+    ]
 
 
 def write_config(out: pathlib.Path, args: argparse.Namespace, **facts) -> None:

@@ -59,7 +59,8 @@ class Loop:
                 self._say(f"stopped after step {step}, saved: go on with --resume")
                 return 128 + stop.signal
         if self.start >= args.steps:
-            self._say(f"nothing to do: step {self.start} of {args.steps} is done")
+            done = "1 step is" if self.start == 1 else f"{self.start} steps are"
+            self._say(f"nothing to do: {done} done, --steps is {args.steps}")
         elif self.log:
             self.log.finish()
         return 0

@@ -5,6 +5,8 @@ the program gives hints; on Explicit axes the layout is part of an array's type.
 `place`, `einsum` and `take_rows` say the same layout in either language.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
@@ -20,21 +22,27 @@ def mesh_sizes(devices: int, dp, fsdp, tp) -> tuple[int, int, int]:
     """Sizes of (dp, fsdp, tp) whose product is `devices`; a None is filled in.
 
     Raises:
-        UserError: the sizes given do not multiply to the device count.
+        UserError: no sizes with those given multiply to the device count.
     """
-    tp = tp or 1
-    if fsdp is None:
-        dp = dp or 1
-        fsdp = devices // (dp * tp)
-    elif dp is None:
-        dp = devices // (fsdp * tp)
-    if dp * fsdp * tp != devices:
+    flags = {"--dp": dp, "--fsdp": fsdp, "--tp": tp}
+    given = {flag: size for flag, size in flags.items() if size is not None}
+    product = math.prod(given.values())
+    said = " x ".join(f"{flag} {size}" for flag, size in given.items())
+    said += f" = {product}" if len(given) > 1 else ""
+    if dp and fsdp and product != devices:
         raise UserError(
-            f"--dp {dp} x --fsdp {fsdp} x --tp {tp} = {dp * fsdp * tp} devices, but "
-            f"there are {devices}: give sizes whose product is {devices}, or another "
-            f"--devices"
+            f"{said} devices, but there are {devices}: give sizes whose product is "
+            f"{devices}, or another --devices"
         )
-    return dp, fsdp, tp
+    if devices % product:
+        raise UserError(
+            f"{said} does not divide the {devices} devices: give sizes whose product "
+            f"divides {devices}, or another --devices"
+        )
+    left = devices // product
+    if fsdp is None:
+        return dp or 1, left, tp or 1
+    return dp or left, fsdp, tp or 1
 
 
 def make_mesh(dp: int, fsdp: int, tp: int, axis_types: str) -> Mesh:

@@ -4,6 +4,7 @@ import csv
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -100,15 +101,25 @@ def _bar(start: int, steps: int) -> tqdm:
 class Log:
     """The log of a run, kept by process 0: a bar on stderr, metrics.csv, loss.png."""
 
-    def __init__(self, out: pathlib.Path, start: int, steps: int, facts: dict):
+    def __init__(
+        self,
+        out: pathlib.Path,
+        start: int,
+        steps: int,
+        facts: dict,
+        begin: Callable[[], MetricsFile],  # called once the first step is finished
+    ):
         self._out, self._facts = out, facts
-        self._rows = MetricsFile(out / "metrics.csv", start)
+        self._begin = begin
+        self._rows: MetricsFile | None = None
         self._range = (start, steps)
         self._bar: tqdm | None = None  # from the first step on
         self._val_loss: float | None = None
 
     def step(self, step, tokens, loss, val_loss, learning_rate, speed):
         """One row of metrics.csv; val_loss None: not validated after this step."""
+        if self._rows is None:
+            self._rows = self._begin()
         self._rows.write(step, tokens, loss, val_loss, learning_rate, round(speed))
         shown = {"loss": f"{loss:.3f}", "tok/s": f"{speed:,.0f}"}
         if val_loss is not None:
@@ -136,17 +147,19 @@ class Log:
         """Says how it went: validation loss beside the unigram entropy."""
         self.close()
         unigram = self._facts["unigram_entropy"]
+        side = "below" if self._val_loss <= unigram else "above"
         print(
             f"validation loss {self._val_loss:.3f} nats per token, "
-            f"{unigram - self._val_loss:.3f} below the unigram entropy {unigram:.3f}; "
-            f"metrics.csv, loss.png and checkpoints are in {self._out}"
+            f"{abs(unigram - self._val_loss):.3f} {side} the unigram entropy "
+            f"{unigram:.3f}; metrics.csv, loss.png and checkpoints are in {self._out}"
         )
 
     def close(self):
         """Ends the bar and the file; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
-        self._rows.close()
+        if self._rows is not None:
+            self._rows.close()
 
     def _plot(self):
         try:

@@ -39,8 +39,11 @@ def make_optimizer(args: argparse.Namespace, params):
     `notfinite_count` counts them in a row.
     """
     rate, adam_rate = schedule(args.lr, args), schedule(args.adam_lr, args)
-    if args.optimizer == "dion2":
+    if args.optimizer in ("dion2", "dion3"):
         import dion2_jax
+
+        neurons = {"neuron_beta2": 0.95} if args.optimizer == "dion3" else {}
+        make = dion2_jax.dion3 if neurons else dion2_jax.dion2
 
         matrix = dict(
             param_shardings=dion2_jax.shardings_of(params),
@@ -48,10 +51,9 @@ def make_optimizer(args: argparse.Namespace, params):
             weight_dimension_numbers=block_matrices if args.scan_layers else None,
             weight_decay=args.weight_decay,
             adam_weight_decay=args.weight_decay,
+            **neurons,
         )
-        tx = dion2_jax.dion2(
-            rate, args.fraction, adam_learning_rate=adam_rate, **matrix
-        )
+        tx = make(rate, args.fraction, adam_learning_rate=adam_rate, **matrix)
         table = str(dion2_jax.describe(params, fraction=args.fraction, **matrix))
     elif args.optimizer == "muon":
         tx = optax.contrib.muon(
