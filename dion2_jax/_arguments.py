@@ -20,9 +20,13 @@ def check_fraction(fraction, static_args: str) -> float:
         )
     if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real):
         raise TypeError(f"fraction must be a number in (0, 1], got {fraction!r}")
-    if not 0 < fraction <= 1:
+    try:
+        number = float(fraction)
+    except OverflowError:
+        number = math.inf
+    if not 0 < number <= 1:
         raise ValueError(f"fraction must lie in (0, 1], got {fraction!r}")
-    return float(fraction)
+    return number
 
 
 def check_choice(name: str, value, choices: tuple) -> None:
@@ -53,7 +57,7 @@ def check_number(name: str, value, low=0.0, *, optional=False, high=math.inf) ->
 
 def check_int(name: str, value, low: int, below: float = math.inf) -> int:
     """`value` as an int of at least `low` and less than `below`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int of at least {low}, got {value!r}")
     if value < low:
         raise ValueError(f"{name} must be at least {low}, got {value!r}")

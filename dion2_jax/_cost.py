@@ -7,8 +7,9 @@ device's own part included; an all-reduce once. Operations are those of Newton-S
 import math
 from dataclasses import dataclass
 
+from dion2_jax._groups import Group
 from dion2_jax._options import FLOAT32, Options
-from dion2_jax._plan import Exchange, Group, Plan
+from dion2_jax._plan import Exchange, Plan
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dion2_jax._plan import Exchange, Group, Segment, Slot
+from dion2_jax._groups import Group
+from dion2_jax._plan import Exchange, Segment, Slot
 
 
 def send(exchange: Exchange, groups, stacks) -> list[dict[int, jax.Array]]:

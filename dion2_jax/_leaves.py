@@ -8,8 +8,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from dion2_jax._layout import Layout, describe_leaf, resolve_layout
+from dion2_jax._layout import Layout, resolve_layout
 from dion2_jax._matrices import matrix_dimension_numbers
+from dion2_jax._sharding import describe_leaf
 from dion2_jax._trees import Path, leaf_paths, name_of, resolve_entries
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
@@ -62,7 +63,7 @@ def shardings_of(params):
         {'w': None}
     """
     paths, leaves, treedef = leaf_paths(params)
-    shardings = []
+    shardings: list[NamedSharding | None] = []
     for path, x in zip(paths, leaves, strict=True):
         if isinstance(x, np.ndarray):
             shardings.append(None)

@@ -1,0 +1,141 @@
+"""Which slices of a group's matrices are selected, on this device and by the owners."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dion2_jax._groups import Group, Member
+from dion2_jax._layout import Layout
+from dion2_jax._options import Options
+from dion2_jax._selection import (
+    ascending,
+    combine_scores,
+    one_hot,
+    random_scores,
+    slice_scores,
+    top_slices,
+)
+from dion2_jax._views import cut_out, matrices_of
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Selected slices of one group.
+
+    index: int32[N, k] on this device, or None if all its slices are selected; valid:
+    bool[N, k], or None if all are; mask: bool[N, n/p]. rows: int32[N, K], where an
+    owner finds the K selected slices among those sent, or None if it gets no others.
+    """
+
+    index: jax.Array | None
+    valid: jax.Array | None
+    mask: jax.Array
+    rows: jax.Array | None
+
+
+def by_member(group: Group, *arrays):
+    """The members of a group, each with its part of the arrays `[N, ...]`."""
+    first = 0
+    for member in group.members:
+        part = lambda x: x[first : first + member.count]  # noqa: E731, B023
+        yield (member, *(jax.tree.map(part, a) for a in arrays))
+        first += member.count
+
+
+def own_columns(group: Group, member: Member) -> jax.Array:
+    """bool[1, 1, c_local]: which columns on this device are the member's own."""
+    column = lax.broadcasted_iota(jnp.int32, (1, 1, group.c_local), 2)
+    if not group.cut:
+        return column >= 0
+    column += lax.axis_index(group.other_mesh) * group.c_local
+    return (column >= member.start) & (column < member.start + group.c)
+
+
+def member_scores(
+    layout: Layout, group, member, momentum, options: Options, count, leaf
+):
+    """float32[N, n_local]: of one member's slices, as far as this device sees them."""
+    kept = layout.batch + layout.select
+    n = math.prod(layout.local_sizes(layout.select))
+    if options.score == "random":
+        whole = tuple(layout.shape[a] for a in kept)
+        scores = random_scores(options.seed, count, (leaf, member.block), whole)
+        starts = [
+            lax.axis_index(names) * size if (names := layout.names[a]) else 0
+            for a, size in zip(kept, layout.local_sizes(kept), strict=True)
+        ]
+        scores = lax.dynamic_slice(scores, starts, layout.local_sizes(kept))
+    elif layout.block is None or layout.select_is_output:
+        scores = slice_scores(momentum, layout.other, options.score)
+        order = sorted(kept)
+        scores = scores.transpose([order.index(a) for a in kept])
+    else:
+        own = matrices_of(momentum, layout)
+        if group.cut:
+            own = jnp.where(own_columns(group, member), own, 0)
+        return slice_scores(own, (2,), options.score)
+    scores = scores.reshape(-1, n)
+    return cut_out(scores, layout, axis=1) if layout.select_is_output else scores
+
+
+def select(group: Group, scores, options: Options) -> Selected:
+    """The slices of one group to be updated."""
+    if group.compact is None:
+        return _select_here(group, scores, options)
+    # Across shards: everyone sees all scores (a number a slice).
+    shard = lax.axis_index(group.select_mesh)
+    p = group.shards
+    order = group.true_order()
+    best = jnp.ones((group.size, group.n), jnp.bool_)
+    if not group.takes_all:
+        scores = _whole_slices(group, scores, options)
+        everywhere = jnp.zeros((scores.shape[0], p, group.n_local), scores.dtype)
+        everywhere = lax.dynamic_update_index_in_dim(everywhere, scores, shard, 1)
+        everywhere = lax.psum(everywhere, group.select_mesh).reshape(-1, group.whole)
+        ranked = jnp.concatenate(
+            [
+                lax.slice_in_dim(part, at := group.first(m), at + group.n, axis=1)
+                for m, part in by_member(group, everywhere[:, order.argsort()])
+            ]
+        )
+        part = group.n // group.sets
+        best = top_slices(ranked.reshape(-1, part), group.compact // group.sets)
+        best = jnp.any(one_hot(best, None, part, jnp.bool_), axis=-1)
+    mask = jnp.concatenate(
+        [
+            jnp.pad(own, ((0, 0), (at := group.first(m), group.whole - at - group.n)))
+            for m, own in by_member(group, best.reshape(-1, group.n))
+        ]
+    )[:, order]
+    shards = mask.reshape(-1, p, group.n_local)
+    mine = lax.dynamic_index_in_dim(shards, shard, 1, keepdims=False)
+    index, valid = ascending(mine, group.k)
+    # The j-th selected slice of shard s arrives as row s * k + j.
+    rank = jnp.cumsum(shards, axis=-1, dtype=jnp.int32) - 1
+    row = (rank + group.k * lax.iota(jnp.int32, p)[None, :, None]).reshape(mask.shape)
+    taken, _ = ascending(mask, group.compact)
+    return Selected(index, valid, mine, jnp.take_along_axis(row, taken, axis=1))
+
+
+def _select_here(group: Group, scores, options: Options) -> Selected:
+    """The top slices of every shard by itself."""
+    if group.takes_all:
+        return Selected(None, None, jnp.ones(scores.shape, jnp.bool_), None)
+    index = top_slices(_whole_slices(group, scores, options), group.k)
+    mask = jnp.any(one_hot(index, None, group.n_local, jnp.bool_), axis=-1)
+    return Selected(index, None, mask, None)
+
+
+def _whole_slices(group: Group, scores, options: Options):
+    """Scores of whole slices from what the devices along the other axis see."""
+    if options.score == "random":
+        return scores
+    return combine_scores(scores, group.other_mesh, options.score)
+
+
+jax.tree_util.register_dataclass(
+    Selected, data_fields=["index", "valid", "mask", "rows"], meta_fields=[]
+)
