@@ -72,7 +72,7 @@ def scale_by_dion2(
         ef_decay: what selected slices of momentum are multiplied by; the paper's mu.
             May be traced.
         selection: "local": the top slices of every shard. "global": those of the whole
-            matrix, the same on every mesh.
+            matrix; with a `select_axis` other than "sharded" the same on every mesh.
         select_axis: "sharded": the sharded matrix axis (both: the one with more shards;
             none: the shorter, on a tie the output axis). "shorter": by shape alone.
             "output" or "reduction": that axis. With `neuron_beta2` "sharded" means
