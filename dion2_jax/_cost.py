@@ -7,7 +7,6 @@ device's own part included; an all-reduce once. Operations are those of Newton-S
 import math
 from dataclasses import dataclass
 
-from dion2_jax._groups import Group
 from dion2_jax._options import FLOAT32, Options
 from dion2_jax._plan import Exchange, Plan
 
@@ -63,19 +62,21 @@ def exchange_cost(exchange: Exchange, options: Options) -> Cost:
     return cost
 
 
-def group_cost(group: Group, options: Options, neurons: bool) -> Cost:
+def group_cost(plan: Plan, index: int, options: Options, neurons: bool) -> Cost:
     """Of one group's scores and second moments: a few numbers a matrix."""
-    numbers = 0
-    if not group.takes_all:
+    group, numbers = plan.groups[index], 0
+    if not group.takes_all and plan.ranking(index) == index:
+        scores = 0
         if group.other_mesh and options.score != "random":
-            numbers += group.n_local * (1 if options.score == "l1" else 2)
+            scores += group.n_local * (1 if options.score == "l1" else 2)
         if group.compact is not None:
-            numbers += group.whole
+            scores += group.whole
+        numbers += sum(m.count for m in group.ranked) * scores
     if neurons and group.other_mesh:
-        numbers += group.k
+        numbers += group.size * group.k
     if neurons and group.compact is not None:
-        numbers += 2 * group.sets
-    return Cost(all_reduce=group.size * numbers * FLOAT32)
+        numbers += group.size * 2 * group.sets
+    return Cost(all_reduce=numbers * FLOAT32)
 
 
 def plan_cost(plan: Plan, options: Options, neurons: bool) -> Cost:
@@ -83,15 +84,15 @@ def plan_cost(plan: Plan, options: Options, neurons: bool) -> Cost:
     total = Cost()
     for exchange in plan.exchanges:
         total += exchange_cost(exchange, options)
-    for group in plan.groups:
-        total += group_cost(group, options, neurons)
+    for index in range(len(plan.groups)):
+        total += group_cost(plan, index, options, neurons)
     return total
 
 
 def leaf_costs(plan: Plan, options: Options, neurons: bool) -> list[Cost]:
     """Of every leaf: its matrices' share of what is spent on their exchanges."""
     costs = [Cost() for _ in plan.layouts]
-    per_group = [group_cost(g, options, neurons) for g in plan.groups]
+    per_group = [group_cost(plan, g, options, neurons) for g in range(len(plan.groups))]
     for exchange in plan.exchanges:
         segments = [s for slot in exchange.slots for s in slot.segments]
         total = sum(s.count for s in segments)

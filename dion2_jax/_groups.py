@@ -65,9 +65,21 @@ class Group:
         """Slices of all devices; n, or all of a fused leaf's."""
         return self.n_local * self.shards
 
+    @property
+    def fused(self) -> bool:
+        """Whether devices hold slices of other blocks among those of the members."""
+        return self.whole > self.n
+
     def first(self, member: Member) -> int:
         """Where a member's slices begin among those of all devices."""
-        return member.start if self.whole > self.n else 0
+        return member.start if self.fused else 0
+
+    @property
+    def ranked(self) -> tuple[Member, ...]:
+        """The members whose scores are summed: of blocks of one leaf the first."""
+        if not self.fused:
+            return self.members
+        return tuple({m.leaf: m for m in reversed(self.members)}.values())[::-1]
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -81,6 +81,15 @@ class Plan:
     groups: tuple[Group, ...]
     exchanges: tuple[Exchange, ...]
 
+    def ranking(self, index: int) -> int:
+        """The group whose scores a group reads: fused leaves are scored once."""
+        leaves = [m.leaf for m in self.groups[index].ranked]
+        for i, group in enumerate(self.groups[:index]):
+            if group.fused and not group.takes_all and self.groups[index].fused:
+                if [m.leaf for m in group.ranked] == leaves:
+                    return i
+        return index
+
     def layout(self, member: Member) -> Layout:
         """Of a member's leaf, or block of it."""
         return self.layouts[member.leaf][member.block]

@@ -62,7 +62,9 @@ def member_scores(
     n = math.prod(layout.local_sizes(layout.select))
     if options.score == "random":
         whole = tuple(layout.shape[a] for a in kept)
-        scores = random_scores(options.seed, count, (leaf, member.block), whole)
+        # Blocks cut out of the output share its numbers.
+        block = 0 if layout.select_is_output else member.block
+        scores = random_scores(options.seed, count, (leaf, block), whole)
         starts = [
             lax.axis_index(names) * size if (names := layout.names[a]) else 0
             for a, size in zip(kept, layout.local_sizes(kept), strict=True)
@@ -81,59 +83,79 @@ def member_scores(
     return cut_out(scores, layout, axis=1) if layout.select_is_output else scores
 
 
-def select(group: Group, scores, options: Options) -> Selected:
-    """The slices of one group to be updated."""
+def rank(group: Group, scores, options: Options) -> jax.Array:
+    """What slices are ranked by: float32[N, n_local], across shards [N, whole].
+
+    Args:
+        group: that it is of.
+        scores: float32[N, n_local] of the group's ranked members.
+        options: static arguments.
+    """
+    if options.score != "random":
+        scores = combine_scores(scores, group.other_mesh, options.score)
     if group.compact is None:
-        return _select_here(group, scores, options)
-    # Across shards: everyone sees all scores (a number a slice).
-    shard = lax.axis_index(group.select_mesh)
-    p = group.shards
-    order = group.true_order()
+        return scores
+    # Everyone sees the scores of all shards, in the true order of the slices.
+    shape = (len(scores), group.shards, group.n_local)
+    everywhere = lax.dynamic_update_index_in_dim(
+        *(jnp.zeros(shape, scores.dtype), scores),
+        *(lax.axis_index(group.select_mesh), 1),
+    )
+    everywhere = lax.psum(everywhere, group.select_mesh).reshape(-1, group.whole)
+    return everywhere[:, group.true_order().argsort()]
+
+
+def select(group: Group, ranks: jax.Array | None) -> Selected:
+    """The slices of one group to be updated, by `rank`; all without ranks."""
+    if group.compact is not None:
+        return _select_across(group, group.compact, ranks)
+    if ranks is None:
+        mask = jnp.ones((group.size, group.n_local), jnp.bool_)
+        return Selected(None, None, mask, None)
+    index = top_slices(ranks, group.k)
+    mask = jnp.any(one_hot(index, None, group.n_local, jnp.bool_), axis=-1)
+    return Selected(index, None, mask, None)
+
+
+def _select_across(group: Group, compact: int, ranks) -> Selected:
+    """The top slices of all shards, or of every set of them."""
     best = jnp.ones((group.size, group.n), jnp.bool_)
-    if not group.takes_all:
-        scores = _whole_slices(group, scores, options)
-        everywhere = jnp.zeros((scores.shape[0], p, group.n_local), scores.dtype)
-        everywhere = lax.dynamic_update_index_in_dim(everywhere, scores, shard, 1)
-        everywhere = lax.psum(everywhere, group.select_mesh).reshape(-1, group.whole)
-        ranked = jnp.concatenate(
-            [
-                lax.slice_in_dim(part, at := group.first(m), at + group.n, axis=1)
-                for m, part in by_member(group, everywhere[:, order.argsort()])
-            ]
-        )
+    if ranks is not None:
         part = group.n // group.sets
-        best = top_slices(ranked.reshape(-1, part), group.compact // group.sets)
+        rows = _windows(group, ranks).reshape(-1, part)
+        best = top_slices(rows, compact // group.sets)
         best = jnp.any(one_hot(best, None, part, jnp.bool_), axis=-1)
     mask = jnp.concatenate(
         [
             jnp.pad(own, ((0, 0), (at := group.first(m), group.whole - at - group.n)))
             for m, own in by_member(group, best.reshape(-1, group.n))
         ]
-    )[:, order]
-    shards = mask.reshape(-1, p, group.n_local)
+    )[:, group.true_order()]
+    shards = mask.reshape(-1, group.shards, group.n_local)
+    shard = lax.axis_index(group.select_mesh)
     mine = lax.dynamic_index_in_dim(shards, shard, 1, keepdims=False)
     index, valid = ascending(mine, group.k)
     # The j-th selected slice of shard s arrives as row s * k + j.
-    rank = jnp.cumsum(shards, axis=-1, dtype=jnp.int32) - 1
-    row = (rank + group.k * lax.iota(jnp.int32, p)[None, :, None]).reshape(mask.shape)
-    taken, _ = ascending(mask, group.compact)
-    return Selected(index, valid, mine, jnp.take_along_axis(row, taken, axis=1))
+    row = jnp.cumsum(shards, axis=-1, dtype=jnp.int32) - 1
+    row += group.k * lax.broadcasted_iota(jnp.int32, (1, group.shards, 1), 1)
+    taken, _ = ascending(mask, compact)
+    rows = jnp.take_along_axis(row.reshape(mask.shape), taken, axis=1)
+    return Selected(index, valid, mine, rows)
 
 
-def _select_here(group: Group, scores, options: Options) -> Selected:
-    """The top slices of every shard by itself."""
-    if group.takes_all:
-        return Selected(None, None, jnp.ones(scores.shape, jnp.bool_), None)
-    index = top_slices(_whole_slices(group, scores, options), group.k)
-    mask = jnp.any(one_hot(index, None, group.n_local, jnp.bool_), axis=-1)
-    return Selected(index, None, mask, None)
-
-
-def _whole_slices(group: Group, scores, options: Options):
-    """Scores of whole slices from what the devices along the other axis see."""
-    if options.score == "random":
-        return scores
-    return combine_scores(scores, group.other_mesh, options.score)
+def _windows(group: Group, ranks: jax.Array) -> jax.Array:
+    """float32[N, n]: of every member its own slices' ranks."""
+    if not group.fused:
+        return ranks
+    first, starts = 0, {}
+    for member in group.ranked:
+        starts[member.leaf] = first
+        first += member.count
+    windows = []
+    for m in group.members:
+        rows = lax.slice_in_dim(ranks, starts[m.leaf], starts[m.leaf] + m.count)
+        windows.append(lax.slice_in_dim(rows, m.start, m.start + group.n, axis=1))
+    return jnp.concatenate(windows)
 
 
 jax.tree_util.register_dataclass(

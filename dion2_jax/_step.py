@@ -27,6 +27,7 @@ from dion2_jax._ranking import (
     by_member,
     member_scores,
     own_columns,
+    rank,
     select,
 )
 from dion2_jax._selection import gather, one_hot, scatter
@@ -55,16 +56,19 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
     ef_decay, eps, beta2, count = scalars
     momenta = [mu + g.astype(mu.dtype) for g, mu, _, _ in leaves]
 
+    ranks: dict[int, jax.Array] = {}
     selected, stacks = [], []
-    for group in plan.groups:
-        scores = [
-            member_scores(
-                *(plan.layout(m), group, m, momenta[m.leaf], options),
-                *(count, leaves[m.leaf][3]),
-            )
-            for m in group.members
-        ]
-        chosen = select(group, jnp.concatenate(scores), options)
+    for g, group in enumerate(plan.groups):
+        if not group.takes_all and plan.ranking(g) == g:
+            scores = [
+                member_scores(
+                    *(plan.layout(m), group, m, momenta[m.leaf], options),
+                    *(count, leaves[m.leaf][3]),
+                )
+                for m in group.ranked
+            ]
+            ranks[g] = rank(group, jnp.concatenate(scores), options)
+        chosen = select(group, None if group.takes_all else ranks[plan.ranking(g)])
         selected.append(chosen)
         picked = [
             gather(matrices_of(momenta[m.leaf], plan.layout(m)), index, valid)

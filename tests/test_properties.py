@@ -22,9 +22,11 @@ from helpers import (
 from hypothesis import event, given
 from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
+from reference import axis_groups, select_group
 from reference import step as reference_step
 
 from dion2_jax import describe, scale_by_dion2, shardings_of
+from dion2_jax._selection import random_scores
 
 MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2), (1, 8), (4, 1, 2), (3,), (1,)]
 LARGEST = 40
@@ -115,7 +117,7 @@ def cases(draw):
                 + (["shorter", "reduction"] if neurons is None else [])
             )
         ),
-        score=draw(st.sampled_from(["l1", "l1", "l2"])),
+        score=draw(st.sampled_from(["l1", "l1", "l2", "random"])),
         neuron_beta2=neurons,
     )
     plan = dict(
@@ -130,6 +132,37 @@ def cases(draw):
     return sizes, kind, tree, arguments, plan, draw(st.integers(0, 2**32 - 1))
 
 
+def random_numbers(leaf, shards, arguments, key):
+    """What the oracle ranks by for "random" scores; of a fused leaf a list."""
+    if arguments["score"] != "random":
+        return None
+    groups = axis_groups(len(leaf.shape), *leaf.axes)
+    outputs = math.prod(leaf.shape[a] for a in groups[2])
+    blocks = leaf.splits or (outputs,)
+    drawn, start = [], 0
+    for number, size in enumerate(blocks):
+        along = select_group(
+            # Of a block only the size of its output matters.
+            *([*leaf.shape, size], (groups[0], groups[1], (len(leaf.shape),))),
+            [*shards, math.prod(shards[a] for a in groups[2])],
+            arguments["select_axis"],
+            arguments["neuron_beta2"] is not None,
+        )
+        kept = groups[0] + groups[2 if along == "output" else 1]
+        seed, count, place = key
+        scores = np.asarray(
+            random_scores(
+                *(seed, count, (place, 0 if along == "output" else number)),
+                tuple(leaf.shape[a] for a in kept),
+            )
+        ).reshape(*(leaf.shape[a] for a in groups[0]), -1)
+        if along == "output":
+            scores = scores[..., start : start + size]
+        drawn.append(scores)
+        start += size
+    return drawn if leaf.splits else drawn[0]
+
+
 @given(case=cases())
 def test_any_layout_equals_the_oracle(case):
     sizes, kind, tree, arguments, plan, seed = case
@@ -141,7 +174,7 @@ def test_any_layout_equals_the_oracle(case):
         """Whole numbers, whose sums are exact, so that ties are ties; l2 has roots."""
         if arguments["score"] == "l1":
             return rng.integers(-9, 10, shape).astype(np.float32)
-        return rng.normal(size=shape).astype(np.float32)
+        return rng.normal(size=shape).astype(np.float32)  # ties have no odds
 
     raw = [[numbers(leaf.shape) for leaf in tree] for _ in range(3)]
     grads = [
@@ -171,6 +204,9 @@ def test_any_layout_equals_the_oracle(case):
         for leaf in tree
     ]
     expected = [None] * len(tree)
+    known = arguments | dict(ns_coeffs=COEFFICIENTS, ns_steps=ITERATIONS)
+    if arguments["score"] == "random":
+        known["score"] = "l1"  # in place of which the drawn numbers are given
     for t, grad in enumerate(grads):
         updates, state = update(grad, state)
         for i, leaf in enumerate(tree):
@@ -183,9 +219,8 @@ def test_any_layout_equals_the_oracle(case):
                 output=leaf.axes[1],
                 shards=shards[i],
                 splits=leaf.splits,
-                ns_coeffs=COEFFICIENTS,
-                ns_steps=ITERATIONS,
-                **arguments,
+                scores=random_numbers(leaf, shards[i], arguments, (0, t, i)),
+                **known,
             )
             allowed = UPDATE if now.nu is None else NEURONS
             assert relative(float64(updates[i]), now.update) <= allowed
