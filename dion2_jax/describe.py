@@ -48,17 +48,20 @@ class Description:
 
     def __str__(self) -> str:
         lines = [HEADER] + [_cells(row) for row in self.rows]
+        if all(row.path.endswith("/value") for row in self.rows):  # of nnx's Params
+            lines[1:] = [(c[0].removesuffix("/value"), *c[1:]) for c in lines[1:]]
         lines.append(("total", *("",) * 5, *_costs(self.total)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
         over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-        # Shorten words and paths first, then shapes; never the costs.
-        for i, least in ((3, 8), (0, 16), (5, 12), (4, 20), (1, 16), (0, 8)):
+        # Shorten words first, then paths and shapes; never the costs.
+        limits = ((3, 8), (4, 26), (5, 14), (0, 30), (1, 22), (4, 16), (0, 8), (1, 12))
+        for i, least in limits:
             cut = max(0, min(over, widths[i] - least))
             widths[i] -= cut
             over -= cut
         return "\n".join(
             "  ".join(
-                _fit(cell, width, right=i >= 6, tail=i == 0)
+                _fit(cell, width, right=i >= 6, path=i == 0)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in lines
@@ -237,7 +240,9 @@ def _costs(cost: Cost) -> tuple[str, str]:
     return f"{cost.bytes / 1e6:.3g}", f"{cost.operations / 1e9:.3g}"
 
 
-def _fit(cell: str, width: int, *, right: bool, tail: bool) -> str:
+def _fit(cell: str, width: int, *, right: bool, path: bool) -> str:
     if len(cell) > width:
-        cell = "…" + cell[1 - width :] if tail else cell[: width - 1] + "…"
+        # A path tells layers apart at its front, and what they hold at its end.
+        end = (width - 1) // 2 if path else 0
+        cell = cell[: width - 1 - end] + "…" + cell[len(cell) - end :]
     return cell.rjust(width) if right else cell.ljust(width)
