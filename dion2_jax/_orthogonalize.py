@@ -6,6 +6,7 @@ columns `[..., r, c/t]`: `combine` then sums over the team what runs over column
 """
 
 import functools
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from jax import lax
 from dion2_jax._arguments import check_int
 
 Row = tuple[float, float, float]
+
+# Rows and columns of a matrix unit: smaller blocks would not be computed faster.
+TILE = 128
 
 COEFFS: dict[str, tuple[Row, ...]] = {
     # Amsel, Persson, Musco, Gower: The Polar Express, 2025, arXiv:2505.16932; five
@@ -163,8 +167,8 @@ def _direct(x, denominator, table, combine) -> jax.Array:
 
     def step(x, row):
         a, b, c = row
-        gram = combine(_matmul(x, x.mT).astype(dtype))
-        poly = (b * gram + c * _matmul(gram, gram)).astype(dtype)
+        gram = _symmetric(_matmul, x, x.mT, combine, dtype)
+        poly = (b * gram + c * _symmetric(_matmul, gram, gram)).astype(dtype)
         return (a * x + _matmul(poly, x)).astype(dtype), None
 
     x = (x / denominator).astype(dtype)
@@ -177,10 +181,11 @@ def _gram(x, denominator, table, combine) -> jax.Array:
     With Q = a I + b A + c A A an iteration is X <- Q X, A <- Q A Q. Rounding makes some
     eigenvalues of A negative; they grow as small positive ones do, and once near -1
     the next iterations send them to infinity. In bfloat16 that happens at once. So A
-    and the product P of all Q are float32, and long tables start again from X.
+    and the product P of all Q are float32, and long tables start again from X. All are
+    polynomials in one matrix, so their products are symmetric.
     """
     exact = x.dtype == jnp.float32
-    product = _matmul if exact else _matmul_split
+    product = functools.partial(_symmetric, _matmul if exact else _matmul_split)
     eye = lax.broadcast(jnp.eye(x.shape[-2], dtype=jnp.float32), x.shape[:-2])
 
     def polynomial(gram, row):
@@ -195,7 +200,7 @@ def _gram(x, denominator, table, combine) -> jax.Array:
 
     for segment in _segments(table):
         rows = jnp.asarray(segment, jnp.float32)
-        gram = combine(_matmul(x, x.mT)) / denominator / denominator
+        gram = _symmetric(_matmul, x, x.mT, combine) / denominator / denominator
         factor = polynomial(gram, rows[0])
         factors = lax.scan(step, (gram, factor, factor), rows[1:])[0][2] / denominator
         # P reaches 1000: rounded to bfloat16 it would drown the large singular vectors.
@@ -224,6 +229,45 @@ def _segments(table) -> list[tuple[Row, ...]]:
 def gram_restarts(table: Sequence[Row]) -> int:
     """How often "gram" reads X again in between: 0 for five iterations of a preset."""
     return len(_segments(table)) - 1
+
+
+def symmetric_blocks(r: int) -> int:
+    """In how many column blocks a symmetric `[r, r]` product is computed."""
+    return next((b for b in (4, 2) if r % (b * TILE) == 0), 1)
+
+
+def _symmetric(product, x, y, combine=lambda x: x, dtype=jnp.float32) -> jax.Array:
+    """`x y`, known to be symmetric: of every column block the rows from its diagonal.
+
+    Args:
+        product: of two matrices.
+        x, y: `[..., r, c]` and `[..., c, r]`.
+        combine: sums what is computed over a team.
+        dtype: of the result, and of what is summed.
+    """
+    r = x.shape[-2]
+    blocks = symmetric_blocks(r)
+    size = r // blocks
+    columns = [
+        product(x[..., i * size :, :], y[..., i * size : (i + 1) * size])
+        for i in range(blocks)
+    ]
+    lower = combine(jnp.concatenate(columns, axis=-2).astype(dtype))
+    heights = [r - i * size for i in range(blocks)]
+    columns = jnp.split(lower, list(itertools.accumulate(heights[:-1])), axis=-2)
+    whole = []
+    for j in range(blocks):
+        above = [
+            columns[i][..., (j - i) * size : (j - i + 1) * size, :].mT for i in range(j)
+        ]
+        whole.append(jnp.concatenate([*above, columns[j]], axis=-2))
+    return jnp.concatenate(whole, axis=-1)
+
+
+def symmetric_share(r: int) -> float:
+    """The share of a symmetric `[r, r]` product that is computed, and summed."""
+    blocks = symmetric_blocks(r)
+    return (blocks + 1) / (2 * blocks)
 
 
 def _matmul(x, y) -> jax.Array:
@@ -259,12 +303,14 @@ def ns_flops(
     to "gram" alone.
     """
     exact = dtype == jnp.float32
-    long, short = 2.0 * r * r * c / team, 2.0 * r**3
+    half = symmetric_share(r)
+    long, short = 2.0 * r * r * c / team, 2.0 * r**3 * half
     if method == "direct":
-        return (6 if exact else 1) * steps * (2 * long + short)
+        return (6 if exact else 1) * steps * ((1 + half) * long + short)
     segments = 1 + restarts
+    # A = X X^T in one pass, P X in two; at full precision six each.
     return (
-        segments * (12 if exact else 3) * long
+        segments * (6 * (1 + half) if exact else half + 2) * long
         + (4 * steps - 3 * segments) * (6 if exact else 3) * short
     )
 

@@ -37,6 +37,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if config.getoption("--examples"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
     if config.getoption("--slow"):
         return
     skip = pytest.mark.skip(reason="takes minutes; run with --slow")

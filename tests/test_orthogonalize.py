@@ -17,6 +17,7 @@ from dion2_jax._orthogonalize import (
     newton_schulz_table,
     ns_flops,
     orthogonalize,
+    symmetric_blocks,
 )
 
 _path = pathlib.Path(__file__).parents[1] / "benchmarks" / "ns_accuracy.py"
@@ -212,11 +213,12 @@ def test_program_does_not_grow_with_steps(method):
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.parametrize("r", (12, 256, 512))
 @pytest.mark.parametrize("steps", (1, 5, 12))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
-def test_operations_are_those_of_the_program(method, dtype, steps):
-    r, c, team = 12, 20, 4
+def test_operations_are_those_of_the_program(method, dtype, steps, r):
+    c, team = 20, 4
     count = 0
     for eqn, times in equations(traced(method, dtype, (r, c // team), steps)):
         if eqn.primitive.name == "dot_general":
@@ -234,6 +236,21 @@ def test_operations_are_those_of_the_program(method, dtype, steps):
     assert count == ns_flops(
         r, c, steps=steps, method=method, dtype=dtype, team=team, restarts=restarts
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_of_symmetric_products_change_rounding_alone(method, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (2, 256, 300))
+    run = lambda: orthogonalize(  # noqa: E731
+        x, table=COEFFS["classic"], norm_scale=1.0, eps=1e-8, method=method
+    )
+    assert symmetric_blocks(256) == 2
+    blocks = np.asarray(run())
+    monkeypatch.setattr(_orthogonalize, "symmetric_blocks", lambda r: 1)
+    whole = np.asarray(run())
+    # The Gram iteration squares the condition number: 50 times the rounding of 6e-8.
+    assert np.linalg.norm(blocks - whole) <= 1e-4 * np.linalg.norm(whole)
+    assert (blocks != 0).all()
 
 
 def test_auto_takes_the_cheaper_and_in_float32_the_more_accurate():
