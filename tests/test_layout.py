@@ -184,9 +184,11 @@ def test_an_entry_on_another_mesh_is_refused():
     check_error(lambda: resolve(place(other, P("x")), entry), *parts, mesh=other)
 
 
-def test_a_size_that_does_not_divide_is_refused():
+def test_case_01_a_size_that_does_not_divide_is_refused():
     mesh, shape = make_mesh(), (18, 2304)
     entry = NamedSharding(mesh, P("x"))
+    with pytest.raises(ValueError, match="divi"):  # JAX's own
+        place(mesh, P("x"), shape)
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     parts = ("size 18", "8 equal shards", "pad it to 24", "replicate it")
     check_error(lambda: resolve(x, entry), *parts, mesh=mesh, shape=shape)

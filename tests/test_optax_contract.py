@@ -72,7 +72,7 @@ def test_chain_with_clipping_equals_clipped_gradients(params, grads):
 
 
 @pytest.mark.parametrize("kind", ["dict", "list", "nnx"])
-def test_partition_with_callable_labels(params, grads, kind):
+def test_case_08_partition_with_callable_labels(params, grads, kind):
     def wrap(tree, leaf=lambda x: x):
         if kind == "list":
             return [leaf(tree[k]) for k in "bvw"]

@@ -1,5 +1,6 @@
 """Right numbers: the recorded trajectories and the oracle, on real sharded arrays."""
 
+import functools
 import zlib
 
 import jax
@@ -333,7 +334,7 @@ def test_zero_gradient_and_momentum_give_exact_zeros(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mu_dtype", [None, jnp.float32])
 @pytest.mark.parametrize("grad_dtype", [jnp.bfloat16, jnp.float32])
-def test_bfloat16_state_keeps_dtype_and_sharding_without_a_second_trace(
+def test_case_22_bfloat16_state_keeps_dtype_and_sharding_and_is_donated(
     kind, mu_dtype, grad_dtype
 ):
     mesh = make_mesh((8,), kind)
@@ -351,7 +352,7 @@ def test_bfloat16_state_keeps_dtype_and_sharding_without_a_second_trace(
     tx = dion2(1e-2, mu_dtype=mu_dtype, param_shardings=shardings)
     traces = []
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, grads):
         traces.append(None)
         updates, state = tx.update(grads, state, params)
@@ -372,7 +373,9 @@ def test_bfloat16_state_keeps_dtype_and_sharding_without_a_second_trace(
     )
     assert dion2_state(state).mu["kernel"].dtype == (mu_dtype or jnp.bfloat16)
     for _ in range(3):
+        given = jax.tree.leaves((params, state))
         params, state, updates = train_step(params, state, leaves(grad_dtype))
+        assert all(x.is_deleted() for x in given)
         assert_as_at_first(state)
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
         assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(grad_dtype)}
