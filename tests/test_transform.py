@@ -331,6 +331,19 @@ def test_zero_gradient_and_momentum_give_exact_zeros(
             assert not np.asarray(x).any()  # NaN would be true
 
 
+@pytest.mark.parametrize("ns_dtype", [jnp.float32, jnp.bfloat16])
+def test_zeros_stay_and_next_to_nothing_is_finite_in_the_smallest_matrices(ns_dtype):
+    tx = scale_by_dion2(1.0, ns_dtype=ns_dtype)
+    update = jax.jit(tx.update)
+    for value in (0.0, 1e-30):
+        grads = [jnp.full(shape, value) for shape in ((1, 1), (1, 4), (4, 4))]
+        updates, state = update(grads, tx.init(grads))
+        for u, mu in zip(updates, state.mu, strict=True):
+            np.testing.assert_allclose(mu, 0.95 * value, rtol=1e-6)
+            # Divided by eps = 1e-8, times the product of the coefficients a: 990.
+            np.testing.assert_allclose(u, 990e8 * value, rtol=1e-2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mu_dtype", [None, jnp.float32])
 @pytest.mark.parametrize("grad_dtype", [jnp.bfloat16, jnp.float32])
