@@ -52,23 +52,36 @@ def jitted(function):
 
 def plain_steps(tx, params, grads):
     """Parameters and state after one update for each of `grads`."""
-    state = tx.init(params)
+    state, start = tx.init(params), params
     for g in grads:
         updates, state = jitted(tx.update)(g, state, params)
         params = jax.tree.map(jnp.add, params, updates)
+    for w in "vw":
+        # Two orthonormal rows times 0.1 sqrt(2) a step; decay alone moves it by 0.01.
+        assert jnp.linalg.norm(params[w] - start[w]) > 0.1
     return params, state
 
 
-def assert_close(actual, wanted, atol=1e-5):
-    """Same structure, shapes, dtypes; values within `atol`."""
+def assert_close(actual, wanted, atol=1e-5, zero=False):
+    """Same structure, shapes, dtypes; values within `atol`, finite, not all zero.
+
+    zero: they must all be zero, as a state is after init.
+    """
     assert jax.tree.structure(actual) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+    leaves = [(np.asarray(x), np.asarray(y)) for x, y in both(actual, wanted)]
+    assert any(y.any() for _, y in leaves) != zero
+    for a, b in leaves:
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(
-            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=0, atol=atol
-        )
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        assert np.isfinite(b).all()
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+def both(actual, wanted):
+    """Leaf by leaf."""
+    return zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True)
 
 
 def assert_sharded_alike(tree, params):
-    for x, p in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True):
+    for x, p in both(tree, params):
         assert x.sharding.is_equivalent_to(p.sharding, p.ndim), (x.sharding, p.sharding)

@@ -50,6 +50,16 @@ def test_goldens_cover_every_family():
     assert len(tight) == 21 and not any("bf16_ns" in name for name in tight)
 
 
+def test_almost_all_record_which_slices_changed():
+    recorded = {n for n in golden_names() if "changed_rows_0" in read_golden(n)[1]}
+    assert len(recorded) == 109
+    assert recorded <= set(CASES)
+    for name in recorded:
+        meta, arrays = read_golden(name)
+        for i in range(meta["num_params"]):
+            assert {f"changed_rows_{i}", f"changed_cols_{i}"} <= set(arrays)
+
+
 def test_uneven_cases():
     uneven = {name for name in CASES if load_golden(name).uneven}
     assert len(uneven) == 18 and "dist_rows__w8_3of18x12_local__bf16_ns" in uneven

@@ -184,9 +184,11 @@ def test_an_entry_on_another_mesh_is_refused():
     check_error(lambda: resolve(place(other, P("x")), entry), *parts, mesh=other)
 
 
-def test_a_size_that_does_not_divide_is_refused():
+def test_case_01_a_size_that_does_not_divide_is_refused():
     mesh, shape = make_mesh(), (18, 2304)
     entry = NamedSharding(mesh, P("x"))
+    with pytest.raises(ValueError, match="divi"):  # JAX's own
+        place(mesh, P("x"), shape)
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     parts = ("size 18", "8 equal shards", "pad it to 24", "replicate it")
     check_error(lambda: resolve(x, entry), *parts, mesh=mesh, shape=shape)
@@ -242,6 +244,65 @@ def test_mesh_axes_left_over_are_replicas():
     assert resolve(place(mesh, P("x"))).replicas == ("y",)
     assert resolve(place(mesh, P(("x", "y")))).replicas == ()
     assert resolve(place(mesh, P())).replicas == ("x", "y")
+
+
+# --- shardings_of ---------------------------------------------------------------------
+
+
+def test_shardings_of_arrays_shapes_and_numpy():
+    mesh = make_mesh()
+    rows = NamedSharding(mesh, P("x"))
+    shape = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+    params = {
+        "array": place(mesh, P("x")),
+        "shape": jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=rows),
+        "nowhere": shape,
+        "one": jnp.zeros(SHAPE),
+        "numpy": np.zeros(SHAPE),
+    }
+    assert dion2_jax.shardings_of(params) == {
+        "array": rows,
+        "shape": rows,
+        **dict.fromkeys(("nowhere", "one", "numpy")),
+    }
+
+
+@pytest.mark.parametrize("leaf", [1.0, [2.0], "x"], ids=str)
+def test_shardings_of_names_a_leaf_that_is_no_array(leaf):
+    with pytest.raises(TypeError) as error:
+        dion2_jax.shardings_of({"a": jnp.zeros(2), "block": {"w": leaf}})
+    kind = type(jax.tree.leaves(leaf)[0]).__name__
+    name = "block/w/0" if isinstance(leaf, list) else PATH
+    for part in ("shardings_of needs arrays", f"got {kind}", repr(name)):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad], ids=["jit", "grad"])
+def test_shardings_of_tracers_is_refused(transform):
+    def inside(w):
+        dion2_jax.shardings_of({"block": {"w": w}})
+        return w.sum()
+
+    with pytest.raises(TypeError, match=f"Tracer for {PATH!r}: call it outside of jit"):
+        transform(inside)(place(make_mesh(), P("x")))
+
+
+class Scattered(jax.sharding.Sharding):
+    """Over all devices, without a mesh."""
+
+    device_set = property(lambda self: set(jax.devices()))
+    memory_kind = None
+
+    def check_compatible_aval(self, shape):
+        pass
+
+
+def test_shardings_of_what_names_no_mesh_axes_is_refused():
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=Scattered())
+    check_error(
+        lambda: dion2_jax.shardings_of({"block": {"w": x}}),
+        *("on several devices by a Scattered", "jax.sharding.NamedSharding"),
+    )
 
 
 # --- entries for a whole tree --------------------------------------------------------

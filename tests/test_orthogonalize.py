@@ -37,6 +37,7 @@ BFLOAT16 = 5e-2
 
 METHODS = ("direct", "gram")
 DTYPES = (jnp.float32, jnp.bfloat16)
+SMALL = [(1, 1), (1, 4), (4, 4)]
 TABLE, NORM_SCALE = newton_schulz_table("polar_express", 5)
 
 
@@ -147,6 +148,22 @@ def test_zero_bad_and_extreme_matrices_keep_to_themselves(method, dtype):
     for by in (1e30, 1e-30, 1e-35):
         y = run(x * jnp.asarray(by, dtype), 0.0)[:1]
         assert distance(y, exact) < (FLOAT32 if dtype == jnp.float32 else BFLOAT16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_nothing_stays_nothing_where_a_sum_has_few_terms(shape, method, dtype):
+    """A zero 1 x 1 matrix was NaN once: XLA joined two scales to 2**160, infinity."""
+    run = jitted(method)
+    zero, little = (jnp.full((1, *shape), value, dtype) for value in (0, 1e-30))
+    limit = FLOAT32 if method == "direct" else GRAM_SQUARE
+    limit = limit if dtype == jnp.float32 else BFLOAT16
+    for eps in (0.0, 1e-8):
+        assert (np.asarray(run(zero, eps)) == 0).all()
+        values = np.asarray(little.astype(jnp.float32))
+        exact = ns_accuracy.polynomial(values, TABLE, NORM_SCALE, eps)
+        assert distance(run(little, eps), exact) < limit
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -24,7 +24,7 @@ CASES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_fused_weight_is_its_blocks(name, kind):
+def test_case_17_a_fused_weight_is_its_blocks(name, kind):
     sizes, spec, optimizer, arguments = CASES[name]
     mesh = make_mesh(sizes, kind)
     rng = np.random.default_rng(0)
@@ -99,7 +99,9 @@ def test_describe_tells_the_blocks():
         ((16, 4, 8), (None, None, "a"), (0, (1, 2)), (16, 16), ["first axis only"]),
     ],
 )
-def test_blocks_that_cannot_be_had_say_which_could(shape, spec, numbers, splits, words):
+def test_case_17_blocks_that_cannot_be_had_say_which_could(
+    shape, spec, numbers, splits, words
+):
     grads = {"qkv": place(np.ones(shape), make_mesh((8,), "explicit"), spec)}
     tx = scale_by_dion2(
         weight_splits={"qkv": splits},

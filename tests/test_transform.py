@@ -1,5 +1,6 @@
 """Right numbers: the recorded trajectories and the oracle, on real sharded arrays."""
 
+import functools
 import zlib
 
 import jax
@@ -330,10 +331,23 @@ def test_zero_gradient_and_momentum_give_exact_zeros(
             assert not np.asarray(x).any()  # NaN would be true
 
 
+@pytest.mark.parametrize("ns_dtype", [jnp.float32, jnp.bfloat16])
+def test_zeros_stay_and_next_to_nothing_is_finite_in_the_smallest_matrices(ns_dtype):
+    tx = scale_by_dion2(1.0, ns_dtype=ns_dtype)
+    update = jax.jit(tx.update)
+    for value in (0.0, 1e-30):
+        grads = [jnp.full(shape, value) for shape in ((1, 1), (1, 4), (4, 4))]
+        updates, state = update(grads, tx.init(grads))
+        for u, mu in zip(updates, state.mu, strict=True):
+            np.testing.assert_allclose(mu, 0.95 * value, rtol=1e-6)
+            # Divided by eps = 1e-8, times the product of the coefficients a: 990.
+            np.testing.assert_allclose(u, 990e8 * value, rtol=1e-2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mu_dtype", [None, jnp.float32])
 @pytest.mark.parametrize("grad_dtype", [jnp.bfloat16, jnp.float32])
-def test_bfloat16_state_keeps_dtype_and_sharding_without_a_second_trace(
+def test_case_22_bfloat16_state_keeps_dtype_and_sharding_and_is_donated(
     kind, mu_dtype, grad_dtype
 ):
     mesh = make_mesh((8,), kind)
@@ -351,7 +365,7 @@ def test_bfloat16_state_keeps_dtype_and_sharding_without_a_second_trace(
     tx = dion2(1e-2, mu_dtype=mu_dtype, param_shardings=shardings)
     traces = []
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, grads):
         traces.append(None)
         updates, state = tx.update(grads, state, params)
@@ -372,7 +386,9 @@ def test_bfloat16_state_keeps_dtype_and_sharding_without_a_second_trace(
     )
     assert dion2_state(state).mu["kernel"].dtype == (mu_dtype or jnp.bfloat16)
     for _ in range(3):
+        given = jax.tree.leaves((params, state))
         params, state, updates = train_step(params, state, leaves(grad_dtype))
+        assert all(x.is_deleted() for x in given)
         assert_as_at_first(state)
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
         assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(grad_dtype)}
