@@ -18,7 +18,7 @@ from dion2_jax._leaves import (
 from dion2_jax._matrices import matrix_dimension_numbers
 from dion2_jax._scaling import ADJUST_LR, scale_by_shape
 from dion2_jax._transform import SCALE_BY_DION2_STATIC_ARGS, scale_by_dion2
-from dion2_jax._trees import leaf_paths, name_of, resolve_entries
+from dion2_jax._trees import Path, leaf_paths, name_of, resolve_entries
 
 STATIC_ARGS = (
     *SCALE_BY_DION2_STATIC_ARGS,
@@ -211,10 +211,27 @@ def dion2(
             )
         paths, leaves, treedef = leaf_paths(params)
         grads = gradients_of(updates, paths, treedef)
-        for path, p, g in zip(paths, leaves, grads, strict=True):
-            if g is not None and not isinstance(g, optax.MaskedNode):
+        absent = [g is None or isinstance(g, optax.MaskedNode) for g in grads]
+        for path, p, g, skip in zip(paths, leaves, grads, absent, strict=True):
+            if not skip:
                 check_gradient(path, p, g)
-        return transformation(params).update(updates, state, params, **extra_args)
+        tx = transformation(params)
+        if not any(absent):
+            return tx.update(updates, state, params, **extra_args)
+        # The rest of Optax wants every gradient: zeros, and what they did is undone.
+        filled = [
+            jnp.zeros_like(p) if skip else g
+            for p, g, skip in zip(leaves, grads, absent, strict=True)
+        ]
+        new, after = tx.update(treedef.unflatten(filled), state, params, **extra_args)
+        new = [
+            g if skip else u
+            for u, g, skip in zip(
+                treedef.flatten_up_to(new), grads, absent, strict=True
+            )
+        ]
+        skips = dict(zip(paths, absent, strict=True))
+        return treedef.unflatten(new), _kept(after, state, skips)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -222,6 +239,20 @@ def dion2(
 def _check_rate(name: str, value) -> None:
     if not callable(value):
         check.check_number(name, value)
+
+
+def _kept(after, before, skips: dict[Path, bool]):
+    """The state `after`, but `before` for the parameters that are skipped.
+
+    A leaf of the state is of the parameter whose path its own ends with.
+    """
+    paths, leaves, treedef = leaf_paths(after)
+    kept = []
+    for path, new, old in zip(paths, leaves, jax.tree.leaves(before), strict=True):
+        ends = (path[i:] for i in range(len(path) + 1))
+        owner = next((end for end in ends if end in skips), None)
+        kept.append(old if owner is not None and skips[owner] else new)
+    return treedef.unflatten(kept)
 
 
 def _stable(tx: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -573,3 +573,30 @@ def test_describe_names_itself_in_errors_about_its_arguments():
     """
     with pytest.raises(TypeError, match=r"describe.*'foo'"):
         describe(PARAMS, foo=1)
+
+
+@pytest.mark.parametrize("absent", [None, optax.MaskedNode()], ids=["None", "masked"])
+@pytest.mark.parametrize("name", ["v", "b"])
+@pytest.mark.parametrize("neurons", [None, 0.9])
+def test_case_10_an_absent_gradient_leaves_its_leaf_alone(name, absent, neurons):
+    """Seen: "pytree structure error ... tree_map tree['v']" from inside Optax.
+
+    Right: its update is as absent, its state what it was, the others as ever.
+    """
+    params = PARAMS | {"v": 2 * W}
+    tx = dion2(0.1, neuron_beta2=neurons)
+    _, state = tx.update(params, tx.init(params), params)
+    found, kept = tx.update(params | {name: absent}, state, params)
+    wanted, moved = tx.update(params, state, params)
+    assert found[name] == absent
+    for other in {*params} - {name}:
+        np.testing.assert_array_equal(found[other], wanted[other])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(kept):
+        old, new = (
+            dict(jax.tree_util.tree_leaves_with_path(tree))[path]
+            for tree in (state, moved)
+        )
+        own = jax.tree_util.DictKey(name) in path
+        np.testing.assert_array_equal(leaf, old if own else new)
+        if own:
+            assert (np.asarray(old) != np.asarray(new)).any()
