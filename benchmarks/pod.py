@@ -169,8 +169,8 @@ def measure(transformation, params) -> Measured:
 def floors(params, fraction: float, select_axis: str) -> dict[str, float]:
     """What no Dion2 step can go below: perfect shares, no padding, no teams.
 
-    Operations: five direct Newton-Schulz iterations of every selected submatrix, spread
-    evenly. HBM: the gradient read, momentum and parameters read and written. Wire: the
+    Operations: five direct Newton-Schulz iterations of every selected submatrix, of the
+    symmetric products one half, spread evenly. HBM: the gradient read, momentum and parameters read and written. Wire: the
     selected slices in bfloat16, there and back.
     """
     flops = hbm = wire = 0.0
@@ -189,7 +189,7 @@ def floors(params, fraction: float, select_axis: str) -> dict[str, float]:
         held = math.prod(
             n / _shards(mesh, s) for n, s in zip(leaf.shape, spec, strict=False)
         )
-        flops += math.prod(batch) * (20 * r * r * c + 10 * r**3) / mesh.size
+        flops += math.prod(batch) * (15 * r * r * c + 5 * r**3) / mesh.size
         hbm += 5 * held * leaf.dtype.itemsize
         wire += 2 * fraction * held * 2 * (max(shards) > 1)
     return {"flops": flops, "hbm_bytes": hbm, "wire_bytes": wire}

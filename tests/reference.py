@@ -297,6 +297,8 @@ def step(
 def split_step(grad, mu, nu, groups, shards, splits, scores, options):
     """Cut the blocks out, step each as a parameter of its own, put them back."""
     batch, reduction, output = groups
+    while len(output) > 1 and np.shape(grad)[output[0]] == 1:  # an axis of no matter
+        batch, output = batch + output[:1], output[1:]
     order = batch + reduction + output
     lead = len(batch + reduction)
     out_sizes, out_shards = sizes(np.shape(grad), output), sizes(shards, output)
