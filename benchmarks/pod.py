@@ -170,8 +170,8 @@ def floors(params, fraction: float, select_axis: str) -> dict[str, float]:
     """What no Dion2 step can go below: perfect shares, no padding, no teams.
 
     Operations: five direct Newton-Schulz iterations of every selected submatrix, of the
-    symmetric products one half, spread evenly. HBM: the gradient read, momentum and parameters read and written. Wire: the
-    selected slices in bfloat16, there and back.
+    symmetric products one half, spread evenly. HBM: the gradient read, momentum and
+    parameters read and written. Wire: the selected slices in bfloat16, there and back.
     """
     flops = hbm = wire = 0.0
     for leaf in jax.tree.leaves(params):
