@@ -1,6 +1,7 @@
 """Every how-to runs, and shows what it says."""
 
 import pathlib
+import re
 import runpy
 
 import jax
@@ -121,12 +122,30 @@ def test_accumulation():
     assert abs(np.asarray(once["in"] - start)).max() > 0.01  # they moved
 
 
+def test_tpu_pod_on_one_host():
+    losses, kernel = run("tpu_pod")
+    assert losses[-1] < 0.8 * losses[0]
+    assert lies(kernel, "fsdp") and len(kernel.devices()) == 8
+
+
+def test_commands_of_the_pod_page(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from lm import flags
+
+    page = (ROOT / "docs" / "tpu_pod.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"examples/train_lm\.py([^'`\n]*)", page)
+    parsed = [flags.parse(command.split()) for command in commands]
+    assert len(parsed) >= 3 and any(args.coordinator for args in parsed)
+    assert all(args.distributed or args.processes > 1 for args in parsed)
+
+
 def test_every_script_is_short_and_listed():
     page = (ROOT / "docs" / "howto.md").read_text()
-    assert len(SCRIPTS) >= 10
+    assert len(SCRIPTS) >= 11
     for script in SCRIPTS:
         lines = script.read_text().splitlines()
         assert len(lines) < 80, script.name
         assert f"../examples/howto/{script.name}" in page, script.name
         assert f"python examples/howto/{script.name}" in lines[2], script.name
     assert "docs/howto.md" in (ROOT / "README.md").read_text()
+    assert "tpu_pod.md" in page
