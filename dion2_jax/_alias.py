@@ -100,7 +100,7 @@ def dion2(
         {'bias': (6,), 'kernel': (4, 6)}
 
     References:
-        Ahn, Xu, Abreu, Magakyan, Fan: Dion2, 2025, https://arxiv.org/abs/2512.16928.
+        Ahn, Amsel, Langford: Dion2, 2025, https://arxiv.org/abs/2512.16928.
     """
     fraction = check.check_fraction(fraction, "STATIC_ARGS")
     check.check_choice("adjust_lr", adjust_lr, ADJUST_LR)

@@ -63,7 +63,8 @@ def dion3(
         {'bias': (6,), 'kernel': (4, 6)}
 
     References:
-        The reference implementation's NorDion2, https://github.com/microsoft/dion.
+        Dion3: Full-Stack Orthogonal Updates, 2026, https://arxiv.org/abs/2608.11612; in
+        the reference implementation NorDion2, https://github.com/microsoft/dion.
     """
     arguments = dict(locals())
     check.check_number("neuron_beta2", neuron_beta2)

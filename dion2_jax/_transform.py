@@ -112,7 +112,7 @@ def scale_by_dion2(
             message names it, what was found and what was expected.
 
     References:
-        Ahn, Xu, Abreu, Magakyan, Fan: Dion2, 2025, https://arxiv.org/abs/2512.16928.
+        Ahn, Amsel, Langford: Dion2, 2025, https://arxiv.org/abs/2512.16928.
     """
     fraction = check.check_fraction(fraction, "SCALE_BY_DION2_STATIC_ARGS")
     check.check_number("ef_decay", ef_decay)
