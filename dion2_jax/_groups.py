@@ -158,9 +158,12 @@ def slices_sent(group: Group, fraction: float) -> int:
     most = 0
     for start in {group.first(m) for m in group.members}:
         for first in range(0, group.whole, group.n_local):
+            low = max(first, start) - start
+            high = min(first + group.n_local, start + group.n) - start
             held = 0
-            for low in range(start, start + group.n, part):
-                inside = min(low + part, first + group.n_local) - max(low, first)
-                held += max(0, min(inside, each))
+            while low < high:  # one set after the other
+                end = min(high, low // part * part + part)
+                held += min(end - low, each)
+                low = end
             most = max(most, held)
     return most

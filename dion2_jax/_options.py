@@ -30,7 +30,6 @@ class Options:
     ns_method: str
     dtype: Any
     newton_schulz_fn: Callable | None
-    per_shard: bool
 
     def method(self, shape: tuple[int, int], team: int) -> str:
         """ "direct" or "gram", for a matrix on a team of devices."""
@@ -70,7 +69,6 @@ class Options:
 
 def make_options(
     *,
-    selection: str,
     score: str,
     seed: int,
     ns_coeffs,
@@ -80,7 +78,6 @@ def make_options(
     newton_schulz_fn: Callable | None,
 ) -> Options:
     """The options of these arguments of `scale_by_dion2`, or their errors."""
-    check.check_choice("selection", selection, ("local", "global"))
     check.check_choice("score", score, SCORES)
     check.check_choice("ns_method", ns_method, ("direct", "gram", "auto"))
     seed = check.check_int("seed", seed, 0, 2**32)
@@ -88,6 +85,5 @@ def make_options(
     dtype = check.check_dtype("ns_dtype", ns_dtype, (jnp.bfloat16, jnp.float32))
     table, norm_scale = newton_schulz_table(ns_coeffs, ns_steps)
     return Options(
-        *(score, seed, table, norm_scale, ns_method, dtype, newton_schulz_fn),
-        per_shard=selection == "local",
+        *(score, seed, table, norm_scale, ns_method, dtype, newton_schulz_fn)
     )

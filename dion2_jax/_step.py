@@ -88,7 +88,7 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
         factor = second = None
         if beta2 is not None:
             nus = [neurons_of(leaves[m.leaf][2], plan.layout(m)) for m in group.members]
-            factor, second = _normalize(group, chosen, u, nus, beta2, options)
+            factor, second = _normalize(group, chosen, u, nus, beta2)
         for m, *arrays in by_member(group, u, chosen, factor, second):
             made[m.leaf][m.block] = _place(plan.layout(m), group, m, *arrays)
     return [
@@ -186,7 +186,7 @@ def _orthogonalize(x, exchange: Exchange, slot, options: Options, eps):
     )
 
 
-def _normalize(group: Group, chosen: Selected, u, nus, beta2, options: Options):
+def _normalize(group: Group, chosen: Selected, u, nus, beta2):
     """float32[N, n/p] factors and new second moments of every neuron on this device."""
     squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=-1)
     if group.other_mesh:

@@ -118,12 +118,12 @@ def scale_by_dion2(
     check.check_number("ef_decay", ef_decay)
     check.check_number("eps", eps)
     check.check_number("neuron_beta2", neuron_beta2, optional=True)
+    check.check_choice("selection", selection, ("local", "global"))
     check.check_choice("select_axis", select_axis, SELECT_AXES)
     max_exchange_bytes = check.check_int("max_exchange_bytes", max_exchange_bytes, 1)
     check.check_bool("share_replicas", share_replicas)
     momentum_dtype = check.check_dtype("mu_dtype", mu_dtype, FLOATS, optional=True)
     options = make_options(
-        selection=selection,
         score=score,
         seed=seed,
         ns_coeffs=ns_coeffs,

@@ -24,7 +24,6 @@ def plan(count, shape, devices, *, spec=("fsdp",), most=2**28, select_axis="shar
         for i in range(count)
     ]
     options = make_options(
-        selection="local",
         score="l1",
         seed=0,
         ns_coeffs="polar_express",
