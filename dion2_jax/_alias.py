@@ -18,7 +18,7 @@ from dion2_jax._leaves import (
 from dion2_jax._matrices import matrix_dimension_numbers
 from dion2_jax._scaling import ADJUST_LR, scale_by_shape
 from dion2_jax._transform import SCALE_BY_DION2_STATIC_ARGS, scale_by_dion2
-from dion2_jax._trees import Path, leaf_paths, name_of, resolve_entries
+from dion2_jax._trees import leaf_paths, name_of, resolve_entries
 
 STATIC_ARGS = (
     *SCALE_BY_DION2_STATIC_ARGS,
@@ -136,7 +136,10 @@ def dion2(
     scale_by_dion2(fraction, ef_decay, **arguments)  # checks the arguments now
 
     def transformation(tree):
-        """The optimizer for a tree: its rule may need leaves that the parts mask."""
+        """The optimizer for a tree, and who takes every leaf.
+
+        Made for the whole tree: its rule may need leaves that the halves mask.
+        """
         paths, leaves, treedef = leaf_paths(tree)
         check_floating(paths, leaves)
         entries = resolve_entries("weight_dimension_numbers", rule, tree, is_dimensions)
@@ -171,8 +174,7 @@ def dion2(
                 [row[index] for row in known_of(part)]
             )
 
-        def labels(_):
-            return treedef.unflatten(["dion2" if e else "adam" for e in entries])
+        labels = ["dion2" if entry else "adam" for entry in entries]
 
         matrices = optax.chain(
             scale_by_dion2(
@@ -193,10 +195,10 @@ def dion2(
             weight_decay=adam_weight_decay,
         )
         halves = {"dion2": _stable(matrices), "adam": _stable(rest)}
-        return optax.partition(halves, labels)
+        return optax.partition(halves, lambda _: treedef.unflatten(labels)), labels
 
     def init(params):
-        return transformation(params).init(params)
+        return transformation(params)[0].init(params)
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
@@ -215,7 +217,7 @@ def dion2(
         for path, p, g, skip in zip(paths, leaves, grads, absent, strict=True):
             if not skip:
                 check_gradient(path, p, g)
-        tx = transformation(params)
+        tx, labels = transformation(params)
         if not any(absent):
             return tx.update(updates, state, params, **extra_args)
         # The rest of Optax wants every gradient: zeros, and what they did is undone.
@@ -230,8 +232,7 @@ def dion2(
                 treedef.flatten_up_to(new), grads, absent, strict=True
             )
         ]
-        skips = dict(zip(paths, absent, strict=True))
-        return treedef.unflatten(new), _kept(after, state, skips)
+        return treedef.unflatten(new), _kept(after, state, labels, absent, treedef)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -241,18 +242,30 @@ def _check_rate(name: str, value) -> None:
         check.check_number(name, value)
 
 
-def _kept(after, before, skips: dict[Path, bool]):
-    """The state `after`, but `before` for the parameters that are skipped.
+def _kept(after, before, labels: list[str], absent: list[bool], treedef):
+    """The state `after`, but `before` for the parameters whose gradient is absent.
 
-    A leaf of the state is of the parameter whose path its own ends with.
+    What belongs to the parameters of a half are the subtrees of its state that have
+    their structure.
     """
-    paths, leaves, treedef = leaf_paths(after)
-    kept = []
-    for path, new, old in zip(paths, leaves, jax.tree.leaves(before), strict=True):
-        ends = (path[i:] for i in range(len(path) + 1))
-        owner = next((end for end in ends if end in skips), None)
-        kept.append(old if owner is not None and skips[owner] else new)
-    return treedef.unflatten(kept)
+    halves = {}
+    for half, new in after.inner_states.items():
+        kept = treedef.unflatten(
+            skip if label == half else optax.MaskedNode()
+            for label, skip in zip(labels, absent, strict=True)
+        )
+        structure = jax.tree.structure(kept)
+        same = lambda x, like=structure: jax.tree.structure(x) == like  # noqa: E731
+
+        def choose(x, old, kept=kept, same=same):
+            if not same(x):
+                return x
+            return jax.tree.map(lambda k, n, o: o if k else n, kept, x, old)
+
+        halves[half] = jax.tree.map(
+            choose, new, before.inner_states[half], is_leaf=same
+        )
+    return after._replace(inner_states=halves)
 
 
 def _stable(tx: optax.GradientTransformation) -> optax.GradientTransformation:

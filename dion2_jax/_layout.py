@@ -161,11 +161,16 @@ def check_splits(layout: Layout, splits: tuple[int, ...]) -> None:
         splits: sizes of the blocks.
     """
     where = describe_leaf(layout.path, layout.shape, layout.mesh)
+    for size in splits:
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+            raise ValueError(
+                f"{where}: weight_splits {splits} must be positive ints, got {size!r}"
+            )
     sizes = [layout.shape[a] for a in layout.select]
-    if min(splits) < 1 or sum(splits) != math.prod(sizes):
+    if sum(splits) != math.prod(sizes):
         raise ValueError(
-            f"{where}: weight_splits {splits} must be positive and sum to its output "
-            f"size, {math.prod(sizes)}, but sum to {sum(splits)}"
+            f"{where}: weight_splits {splits} must sum to its output size, "
+            f"{math.prod(sizes)}, but sum to {sum(splits)}"
         )
     counts = [shards(layout, a) for a in layout.select]
     if math.prod(counts) == 1:

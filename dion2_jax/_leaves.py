@@ -125,7 +125,7 @@ def is_splits(x) -> bool:
     """Whether `x` is one entry of `weight_splits`."""
     if not isinstance(x, tuple | list) or not x:
         return False
-    return all(isinstance(i, numbers.Integral) and type(i) is not bool for i in x)
+    return all(isinstance(i, numbers.Number) for i in x)
 
 
 def resolve_layouts(
@@ -156,7 +156,7 @@ def resolve_layouts(
         layouts.append(
             resolve_layout(
                 *(name_of(path), x, sharding, axes),
-                *(blocks and tuple(map(int, blocks)), select_axis),
+                *(blocks and tuple(blocks), select_axis),
                 neurons=neurons,
             )
         )

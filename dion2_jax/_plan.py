@@ -6,6 +6,7 @@ slots: in one slot every device, or every team of devices, gets one matrix.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -154,7 +155,9 @@ def make_plan(
 
         slots = _deal(indices, groups, owners, cost, teams)
         slot_bytes = math.prod(sizes) * piece * itemsize
-        for chunk in _rounds(slots, owners, slot_bytes, max_exchange_bytes):
+        # What does not travel is bounded by no buffer.
+        most = max_exchange_bytes if owners > 1 else sys.maxsize
+        for chunk in _rounds(slots, owners, slot_bytes, most):
             exchanges.append(Exchange(axes, sizes, shared, copies, shape, piece, chunk))
     return Plan(tuple(layouts), tuple(groups), tuple(exchanges))
 

@@ -57,9 +57,10 @@ def resolve_entries(argument: str, given, tree, is_entry: Callable) -> list:
 
 
 def _entry(argument: str, path: Path, entries: dict, is_entry):
-    above = [path[:i] for i in range(len(path), -1, -1) if path[:i] in entries]
-    below = [p for p in entries if p[: len(path)] == path]
-    if not above and len(below) != 1:
+    ends = (path[:i] for i in range(len(path), -1, -1))
+    above = next((start for start in ends if start in entries), None)
+    below = [p for p in entries if p[: len(path)] == path] if above is None else []
+    if above is None and len(below) != 1:
         found = "several entries" if below else "no entry"
         raise ValueError(
             f"{argument} has {found} for the parameter {name_of(path)!r}: give a tree "
@@ -67,7 +68,7 @@ def _entry(argument: str, path: Path, entries: dict, is_entry):
             f"entry is {EXPECTED[argument]}. It has entries for: "
             f"{', '.join(map(name_of, list(entries)[:5]))}"
         )
-    entry = entries[above[0] if above else below[0]]
+    entry = entries[below[0] if above is None else above]
     if entry is not None and not is_entry(entry):
         raise TypeError(
             f"{argument} has for the parameter {name_of(path)!r} an entry of type "

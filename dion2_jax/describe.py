@@ -142,7 +142,7 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
     )
     found: dict[int, tuple[Layout, str, str, Cost]] = {}
     taken = [i for i, (e, _) in enumerate(ruled) if e]
-    total = Cost()
+    total, groups = Cost(), 0
     for mesh in dict.fromkeys(x.mesh for x, *_ in layouts):
         here = [n for n, (x, *_) in enumerate(layouts) if x.mesh == mesh]
         plan = make_plan(
@@ -157,8 +157,9 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
         costs = leaf_costs(plan, options, neurons)
         total += plan_cost(plan, options, neurons)
         for leaf, n in enumerate(here):
-            words = _words(plan, leaf)
+            words = _words(plan, leaf, groups)
             found[taken[n]] = (layouts[n][0], *words, costs[leaf])
+        groups += len(plan.groups)
     rows = []
     for i, (path, x, (_, why)) in enumerate(zip(paths, leaves, ruled, strict=True)):
         layout, selects, exchange, cost = found.get(i, (None, "", "", Cost()))
@@ -168,8 +169,14 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
     return Description(tuple(rows), total)
 
 
-def _words(plan: Plan, leaf: int) -> tuple[str, str]:
-    """What is selected of a leaf, and over which mesh axes it travels."""
+def _words(plan: Plan, leaf: int, before: int) -> tuple[str, str]:
+    """What is selected of a leaf, and over which mesh axes it travels.
+
+    Args:
+        plan: of one mesh.
+        leaf: position in the plan.
+        before: number of groups on other meshes, which are counted first.
+    """
     groups = [
         i for i, g in enumerate(plan.groups) if any(m.leaf == leaf for m in g.members)
     ]
@@ -209,7 +216,7 @@ def _words(plan: Plan, leaf: int) -> tuple[str, str]:
         words += f" teams of {teams[0]}"
     if len(exchanges) > len(groups):
         words += f" {len(exchanges)} rounds"
-    return "; ".join(selects), f"#{','.join(map(str, groups))} {words}"
+    return "; ".join(selects), f"#{','.join(str(before + g) for g in groups)} {words}"
 
 
 def _shape(x, layout: Layout | None) -> str:

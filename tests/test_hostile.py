@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import make_mesh, place
+from helpers import dion2_state, make_mesh, place
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -600,3 +600,104 @@ def test_case_10_an_absent_gradient_leaves_its_leaf_alone(name, absent, neurons)
         np.testing.assert_array_equal(leaf, old if own else new)
         if own:
             assert (np.asarray(old) != np.asarray(new)).any()
+
+
+def numbers(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def test_an_absent_gradient_under_mu_keeps_no_other_momentum():
+    """An absent gradient of `mu/w` also resets the momentum of `w`.
+
+    Seen: `w` gets its update, but its momentum stays zero: the state's path
+    `mu/w` of the momentum of `w` ends with the path of the parameter `mu/w`.
+    Right: what is skipped is told by the whole path, below the state's own field.
+    """
+    params = {"mu": {"w": jnp.ones((8, 16))}, "w": jnp.asarray(numbers(8, 16))}
+    tx = dion2(0.1)
+    grads = {"mu": {"w": None}, "w": params["w"]}
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert np.any(np.asarray(updates["w"]))
+    assert np.any(np.asarray(dion2_state(state).mu["w"]))
+
+
+def test_an_absent_gradient_of_a_parameter_named_count_stops_no_clock():
+    """An absent gradient of a parameter `count` stops every step count.
+
+    Seen: count 0 after a step (schedules, Adam's bias correction and random scores
+    stand still). Right: 1, as with a parameter of any other name.
+    """
+    params = {"count": jnp.ones((8, 16)), "w": jnp.asarray(numbers(8, 16))}
+    tx = dion2(0.1)
+    grads = params | {"count": None}
+    _, state = tx.update(grads, tx.init(params), params)
+    assert int(dion2_state(state).count) == 1
+
+
+def test_groups_of_two_meshes_have_two_names_in_the_table():
+    """`describe` numbers the groups of every mesh from 0.
+
+    Seen: `#0` for two leaves on two meshes, which share no exchange.
+    Right: leaves have one number only if they travel together.
+    """
+    params = {
+        "v": place(numbers(16, 48), make_mesh((8,), "auto"), ("a",)),
+        "w": place(numbers(16, 48), make_mesh((2, 4), "auto", ("x", "y")), ("x", "y")),
+    }
+    v, w = describe(params).rows
+    assert v.exchange.split()[0] != w.exchange.split()[0]
+
+
+def test_what_does_not_travel_has_no_rounds():
+    """Matrices that never leave their device are cut into rounds of an exchange.
+
+    Seen: `none 2 rounds`, and Newton-Schulz traced twice: `max_exchange_bytes`, "the
+    largest buffer of one all-to-all", is held against the stack of local matrices.
+    Right: one round, or words in the docstring that say that it bounds these too.
+    """
+    x = jax.ShapeDtypeStruct((64, 256, 512), jnp.bfloat16)
+    (row,) = describe(
+        {"experts": x},
+        weight_dimension_numbers=MuonDimensionNumbers(1, 2),
+        max_exchange_bytes=32 * 64 * 512 * 2,
+    ).rows
+    assert "rounds" not in row.exchange
+
+
+@pytest.mark.parametrize(
+    "splits, words",
+    [((48, 0), "positive"), ((16.0, 32.0), "int"), ((True, 47), "int")],
+)
+def test_splits_of_a_wrong_entry_are_said_to_be_wrong(splits, words):
+    """A tuple that is no tuple of ints is taken for a tree without entries.
+
+    Seen: "weight_splits has no entry for the parameter 'a/w' ... It has entries for:
+    a/0, a/1" and for (48, 0) "must be positive and sum to 48, but sum to 48". Right:
+    name the number that is wrong.
+    """
+    with pytest.raises((TypeError, ValueError)) as caught:
+        dion2(0.1, weight_splits={"a": splits}).init({"a": {"w": jnp.ones((16, 48))}})
+    assert words in str(caught.value) and "no entry" not in str(caught.value)
+    assert "48, but sum to 48" not in str(caught.value)
+
+
+def test_blocks_of_a_permuted_output_are_scaled_in_its_order():
+    """Seen: nothing failed where `along_output` lost its transpose.
+
+    The output is (axis 2, axis 1), in that order: the first block is the first slices
+    of axis 2.
+    """
+    x = jnp.asarray(numbers(6, 4, 8))
+    arguments = dict(
+        weight_splits=(8, 24),
+        weight_dimension_numbers=MuonDimensionNumbers(0, (2, 1)),
+        weight_decay=0.0,
+        fraction=1.0,
+    )
+    found = {}
+    for adjust in ("spectral_norm", None):
+        tx = dion2(1.0, adjust_lr=adjust, **arguments)
+        found[adjust] = np.asarray(tx.update(x, tx.init(x), x)[0])
+    ratio = found["spectral_norm"] / found[None]
+    np.testing.assert_allclose(ratio[:, :, :2], np.sqrt(8 / 6), rtol=1e-5)
+    np.testing.assert_allclose(ratio[:, :, 2:], np.sqrt(24 / 6), rtol=1e-5)

@@ -198,7 +198,11 @@ def test_any_layout_equals_the_oracle(case):
     described = {k: v for k, v in given_arguments.items() if k != "fraction"}
     total = describe(grads[0], arguments["fraction"], **described).total
     if plan["ns_method"] == "direct":  # the Gram's loops are unrolled in part
-        assert_costs(collectives_in(update.as_text(), ITERATIONS)[1], total)
+        found = collectives_in(update.as_text(), ITERATIONS)[1]
+        if any(leaf.splits for leaf in tree):  # XLA may join what two blocks send alike
+            assert sum(found.values()) <= total.bytes
+        else:
+            assert_costs(found, total)
     shards = [
         [math.prod(mesh.shape[name] for name in names or ()) for names in leaf.spec]
         for leaf in tree
