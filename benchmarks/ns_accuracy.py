@@ -1,5 +1,5 @@
 """How far each Newton-Schulz method is from float64; prints the table of
-docs/numerics.md: python benchmarks/ns_accuracy.py"""
+docs/design.md: python benchmarks/ns_accuracy.py"""
 
 import jax
 import jax.numpy as jnp

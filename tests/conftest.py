@@ -2,8 +2,14 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        # Small programs: compiling them takes longer than running them.
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -27,7 +33,7 @@ def pytest_configure(config):
     count = config.getoption("--examples")
     settings.register_profile(
         "chosen",
-        max_examples=count or 25,
+        max_examples=count or 15,
         derandomize=count is None,  # the same examples every time
         deadline=None,  # every example compiles
         database=None,
