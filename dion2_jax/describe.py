@@ -86,7 +86,8 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
     Args:
         params: tree of arrays or `ShapeDtypeStruct`s. Where `param_shardings` is not
             given, the shardings are read from them.
-        fraction, arguments: of `dion2`, without the learning rate.
+        fraction, arguments: of `dion2`, without the learning rate; for `dion3` with
+            `neuron_beta2=0.95`.
 
     Returns:
         A `Description`: print it. Bytes are result bytes of the collectives per device
