@@ -267,7 +267,10 @@ def adamw_losses(run, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "mesh",
-    ["--dp 2 --tp 2 --axis-types explicit", "--devices 1", "--dp 4 --tp 2"],
+    [
+        "--dp 2 --tp 2 --axis-types explicit",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("--devices 1", "--dp 4")),
+    ],
 )
 def test_layouts_do_not_change_the_losses(mesh, adamw_losses, run, tmp_path):
     out = tmp_path / "run"

@@ -192,6 +192,7 @@ def test_optimizers_are_those_of_the_main_job(name):
         assert all(np.any(x != 0) for x in jax.tree.leaves(updates))
 
 
+@pytest.mark.slow
 def test_runs_train_as_the_main_job_does(corpus):
     setting, rate, seed = NAMED["dion2-0.25"], 0.03, 5
     curve = train(setting, corpus).run(rate, seed)
