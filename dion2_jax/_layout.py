@@ -205,7 +205,9 @@ def matrix_axes(path, shape, dimensions) -> tuple[tuple[int, ...], tuple[int, ..
     groups = []
     for given in dimensions:
         axes = given if isinstance(given, Sequence) else (given,)
-        if any(not isinstance(a, int | np.integer) or a is True for a in axes):
+        if any(
+            isinstance(a, bool) or not isinstance(a, int | np.integer) for a in axes
+        ):
             raise TypeError(
                 f"{describe_leaf(path, shape)}: {dimensions} in "
                 f"weight_dimension_numbers must be two axes or tuples of axes, each an "

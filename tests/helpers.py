@@ -45,6 +45,16 @@ def random_leaves(count, shape, seed=0):
     return {f"w{i:02}": rng.normal(size=shape).astype(np.float32) for i in range(count)}
 
 
+def normal(shape, seed=0):
+    """float32[*shape] of Gaussian numbers."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def as_it_is(x):
+    """In place of Newton-Schulz, where the numbers of that do not matter."""
+    return x
+
+
 def needed_shardings(params, kind):
     """What `param_shardings` must say: everything on Auto axes, nothing on Explicit."""
     return shardings_of(params) if kind == "auto" else None

@@ -17,11 +17,13 @@ import pytest
 from helpers import (
     MOMENTUM,
     UPDATE,
+    as_it_is,
     dion2_state,
     float64,
     frobenius,
     make_mesh,
     needed_shardings,
+    normal,
     place,
     relative,
 )
@@ -32,18 +34,9 @@ from optax.contrib import MuonDimensionNumbers
 from dion2_jax import STATIC_ARGS, describe, dion2, scale_by_dion2, shardings_of
 
 
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 def update(tx, grads, params):
     """The first update of `tx`, and the state after it."""
     return jax.jit(lambda g, p: tx.update(g, tx.init(p), p))(grads, params)
-
-
-def as_it_is(x):
-    """In place of Newton-Schulz, where the numbers of that do not matter."""
-    return x
 
 
 @pytest.mark.parametrize("spec", [(), (None, "a")], ids=str)

@@ -144,7 +144,7 @@ def test_updates_have_the_gradient_dtype_with_float32_parameters():
     optax.apply_if_finite and lax.cond then fail: "cond branches must have equal output
     types".
 
-    Right: architecture section 2, "the returned update has the gradient's dtype".
+    Right: the gradient's dtype, as the docstrings say.
     """
     grads = cast(PARAMS, jnp.bfloat16)
     updates, _ = traced_update(dion2(0.1), grads)
@@ -154,7 +154,9 @@ def test_updates_have_the_gradient_dtype_with_float32_parameters():
 def test_apply_if_finite_with_bfloat16_gradients_of_float32_parameters():
     """Seen and right: as above, met by a user."""
     tx = optax.apply_if_finite(dion2(0.1), max_consecutive_errors=3)
-    traced_update(tx, cast(PARAMS, jnp.bfloat16))
+    grads = cast(PARAMS, jnp.bfloat16)
+    updates, _ = traced_update(tx, grads)
+    assert dtypes(updates) == dtypes(grads)
 
 
 def test_injected_float32_hyperparameters_keep_the_gradient_dtype():
@@ -294,7 +296,14 @@ def test_custom_key_types():
 
 @pytest.mark.parametrize(
     "axes",
-    [("a", "b"), (0.0, 1), (None, 1), (np.int64(0), np.int64(1)), ((0, (1,)), 1)],
+    [
+        ("a", "b"),
+        (False, 1),
+        (0.0, 1),
+        (None, 1),
+        (np.int64(0), np.int64(1)),
+        ((0, (1,)), 1),
+    ],
 )
 def test_axes_that_are_not_ints_name_their_leaf(axes):
     """Seen: "'NoneType' object is not iterable", "'<=' not supported between instances

@@ -11,10 +11,12 @@ from helpers import (
     KINDS,
     MOMENTUM,
     UPDATE,
+    as_it_is,
     float64,
     frobenius,
     make_mesh,
     needed_shardings,
+    normal,
     place,
     relative,
 )
@@ -22,16 +24,6 @@ from rich.console import Console
 
 from dion2_jax import describe, dion2, scale_by_dion2
 from dion2_jax.describe import HEADER
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def as_it_is(x):
-    """In place of Newton-Schulz, where the numbers of that do not matter."""
-    return x
-
 
 # --- the arguments of dion2 -----------------------------------------------------------
 
