@@ -63,15 +63,13 @@ def dion2(
     One step of a matrix X with update U is X <- X - lr (factor U + weight_decay X),
     which equals the reference's order of operations.
 
+    Arguments that are not listed here are as in `scale_by_dion2`.
+
     Args:
         learning_rate: a number or a schedule.
         fraction: share of the slices of every matrix selected, in (0, 1]; the paper's
             alpha.
         ef_decay: decay of the selected slices of momentum; the paper's mu.
-        selection, select_axis, score, seed, ns_coeffs, ns_steps, ns_method, ns_dtype,
-            newton_schulz_fn, eps, mu_dtype, neuron_beta2, weight_splits,
-            param_shardings, share_replicas, max_exchange_bytes: as in
-            `scale_by_dion2`.
         weight_dimension_numbers: as in `scale_by_dion2`; where an entry is None, the
             leaf goes to AdamW. None: `matrix_dimension_numbers`.
         adjust_lr: factor of the update by the whole matrix' shape: "spectral_norm":

@@ -46,7 +46,7 @@ def shardings_of(params):
     """The sharding of every leaf, for the argument `param_shardings`.
 
     Args:
-        params: tree of arrays, or of `ShapeDtypeStruct`s with shardings. Call it
+        params: tree of arrays, or of `jax.ShapeDtypeStruct` with shardings. Call it
             outside of `jit`: a tracer on Auto axes does not know its sharding.
 
     Returns:

@@ -29,10 +29,18 @@ def matrix_dimension_numbers(params):
     goes to AdamW: name its axes in `weight_dimension_numbers`.
 
     Args:
-        params: tree of arrays or `ShapeDtypeStruct`s.
+        params: tree of arrays, or of `jax.ShapeDtypeStruct`.
 
     Returns:
         The tree with `optax.contrib.MuonDimensionNumbers` or None for every leaf.
+
+    Raises:
+        TypeError: a leaf is no array.
+
+    Examples:
+        >>> params = {"w": jnp.zeros((4, 6)), "embed": jnp.zeros((9, 4))}
+        >>> matrix_dimension_numbers(params)
+        {'embed': None, 'w': MuonDimensionNumbers(reduction_axis=0, output_axis=1)}
     """
     paths, leaves, treedef = leaf_paths(params)
     shapes = {

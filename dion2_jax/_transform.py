@@ -28,9 +28,11 @@ SCALE_BY_DION2_STATIC_ARGS = (
 class ScaleByDion2State(NamedTuple):
     """State of `scale_by_dion2`: arrays only, momentum sharded as the parameters are.
 
-    count: int32[], steps taken. mu: momentum, shaped and sharded like the parameters.
-    nu: float32 second moments like the parameters with reduction axes of size 1, or
-    None without `neuron_beta2`.
+    Attributes:
+        count: int32[], steps taken.
+        mu: momentum, shaped and sharded like the parameters.
+        nu: float32 second moments, like the parameters with reduction axes of size 1,
+            or None without `neuron_beta2`.
     """
 
     count: jax.Array  # type: ignore[assignment]  # as optax names it
@@ -110,6 +112,13 @@ def scale_by_dion2(
     Raises:
         ValueError, TypeError: an argument, or a leaf's layout, shape or dtype. The
             message names it, what was found and what was expected.
+
+    Examples:
+        >>> params = {"kernel": jnp.ones((4, 6))}
+        >>> tx = optax.chain(scale_by_dion2(fraction=0.5), optax.scale(-0.02))
+        >>> updates, state = tx.update(params, tx.init(params))
+        >>> jnp.any(updates["kernel"] != 0, axis=1).tolist()  # half of the rows
+        [True, True, False, False]
 
     References:
         Ahn, Amsel, Langford: Dion2, 2025, https://arxiv.org/abs/2512.16928.

@@ -84,8 +84,8 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
     """What `dion2` with these arguments will do to every leaf.
 
     Args:
-        params: tree of arrays or `ShapeDtypeStruct`s. Where `param_shardings` is not
-            given, the shardings are read from them.
+        params: tree of arrays, or of `jax.ShapeDtypeStruct`. Where `param_shardings` is
+            not given, the shardings are read from them.
         fraction, arguments: of `dion2`, without the learning rate; for `dion3` with
             `neuron_beta2=0.95`.
 
