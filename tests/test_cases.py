@@ -55,6 +55,11 @@ def test_case_02_rows_that_would_need_padding_are_refused():
         tx.init({"w": jnp.ones((17, 24))})
 
 
+@pytest.mark.skipif(
+    optax.__version__ in ("0.2.6", "0.2.7"),
+    reason="MultiSteps of these releases takes no bfloat16 gradients of float32 "
+    "parameters, whatever the optimizer",
+)
 def test_case_05_multi_steps_of_bfloat16_gradients_is_one_averaged_step():
     rng = np.random.default_rng(0)
     params = {"b": jnp.ones(16), "w": jnp.ones((8, 16))}

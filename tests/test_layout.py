@@ -46,6 +46,11 @@ def check_error(call, *parts, mesh=None, shape=SHAPE):
         assert part in message, f"{part!r} is not in: {message}"
 
 
+def shown(*entries):
+    """The start of a partition in a message: its name differs between JAX releases."""
+    return str(P(*entries)).rstrip(",)")
+
+
 BOTH = pytest.mark.parametrize("view", [resolve, traced], ids=["array", "tracer"])
 
 
@@ -79,15 +84,15 @@ def test_an_entry_agrees_with_explicit_axes_up_to_trailing_none(view):
     x = place(mesh, P("x", None))
     assert view(x, NamedSharding(mesh, P("x"))).names == (("x",), ())
     wrong = NamedSharding(mesh, P(None, "x"))
-    check_error(
-        lambda: view(x, wrong), "P(None, 'x')", "sharded as P('x'", TAKE, mesh=mesh
-    )
+    parts = (shown(None, "x"), f"sharded as {shown('x')}", TAKE)
+    check_error(lambda: view(x, wrong), *parts, mesh=mesh)
 
 
 def test_an_entry_that_the_array_contradicts_on_auto_axes_is_refused():
     mesh = make_mesh()
     x, wrong = place(mesh, P("x")), NamedSharding(mesh, P())
-    check_error(lambda: resolve(x, wrong), "P()", "sharded as P('x'", TAKE, mesh=mesh)
+    parts = (f"says {P()}", f"sharded as {shown('x')}", TAKE)
+    check_error(lambda: resolve(x, wrong), *parts, mesh=mesh)
     # A tracer cannot know better.
     assert traced(x, wrong).names == ((), ())
 
@@ -144,7 +149,7 @@ def test_mixed_meshes_need_an_entry_that_agrees(view):
     layout = view(x, NamedSharding(mesh, P("x", "y")))
     assert layout.names == (("x",), ("y",)) and layout.select == (1,)
     wrong = NamedSharding(mesh, P(None, "y"))
-    check_error(lambda: view(x, wrong), "P(None, 'y')", TAKE, mesh=mesh)
+    check_error(lambda: view(x, wrong), shown(None, "y"), TAKE, mesh=mesh)
 
 
 @BOTH

@@ -91,7 +91,8 @@ def test_case_08_partition_with_callable_labels(params, grads, kind):
         },
         lambda t: jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "vector", t),
     )
-    state = nnx.as_pure(tx.init(tree))  # what nnx.Optimizer hands to update
+    as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # until Flax 0.12.6
+    state = as_pure(tx.init(tree))  # what nnx.Optimizer hands to update
     updates, _ = jax.jit(tx.update)(wrap(grads[0]), state, wrap(params))
     plain, _ = optimizer(params).update(
         grads[0], optimizer(params).init(params), params

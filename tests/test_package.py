@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import dion2_jax
@@ -42,3 +43,14 @@ def test_the_citation_is_of_this_version():
         dion2_jax.__version__
     ]
     assert "https://arxiv.org/abs/2512.16928" in citation
+
+
+def test_the_readme_of_a_package_index_has_no_relative_links():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shown = (ROOT / "README.md").read_text()
+    rules = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    for rule in rules["substitutions"]:
+        shown = re.sub(rule["pattern"], rule["replacement"], shown)
+    assert "docs/howto.md lists" in shown  # what a link said is still said
+    links = re.findall(r"\]\(([^)]*)\)", shown)
+    assert links and all(link.startswith("https://") for link in links)
