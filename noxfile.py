@@ -59,5 +59,7 @@ def package(session):
     session.run("python", "-m", "build", "--outdir", dist)
     session.run("twine", "check", "--strict", *map(str, Path(dist).glob("*")))
     session.run("python", "-m", "venv", "--clear", f"{dist}/clean")
-    session.run(f"{dist}/clean/bin/pip", "install", "-q", *Path(dist).glob("*.whl"))
-    session.run(f"{dist}/clean/bin/python", "-c", IMPORT)
+    python = f"{dist}/clean/bin/python"
+    wheels = map(str, Path(dist).glob("*.whl"))
+    session.run(python, "-m", "pip", "install", "-q", *wheels, external=True)
+    session.run(python, "-I", "-c", IMPORT, external=True)  # -I: not from this folder
