@@ -28,4 +28,4 @@ def test_what_has_examples():
         for test in found.find(module)
         if test.examples
     }
-    assert names == {"dion2", "dion3", "describe", "shardings_of"}
+    assert names == {"dion2", "dion3", "describe", "shardings_of", "stats"}
