@@ -26,7 +26,7 @@ from dion2_jax._selection import combine_scores
 from dion2_jax._sharding import Names
 from dion2_jax._views import matrices_of
 
-LEVELS = (0, 10, 25, 50, 75, 90, 100)  # per cent, of the quantiles of slice norms
+QUANTILES = dict(min=0.0, p10=0.1, p25=0.25, p50=0.5, p75=0.75, p90=0.9, max=1.0)
 
 
 class Leaf(NamedTuple):
@@ -71,6 +71,7 @@ def measure_plan(plan: Plan, options: Options, positions, leaves: list[Leaf], co
         for a leaf without elements; for every leaf its new waits, or None.
     """
     momenta = [x.momentum + x.gradient.astype(x.momentum.dtype) for x in leaves]
+    momenta = _after([x.update for x in leaves], momenta)
     selected = select_groups(plan, options, momenta, positions, count)
     l1 = dataclasses.replace(options, score="l1")
     of_leaf: list[list] = [[] for _ in leaves]
@@ -94,10 +95,40 @@ def measure_plan(plan: Plan, options: Options, positions, leaves: list[Leaf], co
             of_leaf[m.leaf].append(part)
             of_group[g].append(part)
     return (
-        [report(parts) if parts else {} for parts in of_leaf],
+        reports(of_leaf),
         [report(parts) for parts in of_group],
         [waits and tuple(waits) for waits in new],
     )
+
+
+def _after(updates, momenta) -> list[jax.Array]:
+    """The momenta, not to be had before the updates.
+
+    Else a CPU that plays many devices may run collectives of the step, if that is in a
+    `lax.cond` (`optax.apply_if_finite`), and of this in any order, and wait forever.
+    """
+    never = [  # no number is zero and NaN: XLA does not know
+        (first == 0) & jnp.isnan(first)
+        for first in (x[(0,) * x.ndim] for x in updates if x is not None and x.size)
+    ]
+    if not never:
+        return momenta
+    return [jnp.where(jnp.any(jnp.stack(never)), 0, mu) for mu in momenta]
+
+
+def reports(leaves: list[list[Part]]) -> list[dict[str, jax.Array]]:
+    """The report of every leaf; those of the same shapes are computed together."""
+    alike: dict = {}
+    for i, parts in enumerate(leaves):
+        alike.setdefault(tuple(p.norms.shape for p in parts), []).append(i)
+    found: list[dict] = [{} for _ in leaves]
+    for shapes, at in alike.items():
+        if shapes:
+            parts = jax.tree.map(lambda *x: jnp.stack(x), *(leaves[i] for i in at))
+            numbers = jax.vmap(report)(parts)
+            for n, i in enumerate(at):
+                found[i] = {name: x[n] for name, x in numbers.items()}
+    return found
 
 
 def report(parts: list[Part]) -> dict[str, jax.Array]:
@@ -110,10 +141,10 @@ def report(parts: list[Part]) -> dict[str, jax.Array]:
         (p.norms / jnp.where(mean == 0, 1, mean)).reshape(-1)
         for p, mean in zip(parts, means, strict=True)
     ]
-    levels = jnp.asarray(LEVELS, jnp.float32) / 100
+    levels = jnp.asarray(list(QUANTILES.values()), jnp.float32)
     quantiles = jnp.quantile(jnp.concatenate(relative), levels)
     found = {"selected_mass": taken / jnp.where(mass == 0, 1, mass)}
-    found |= {f"norm_p{p}": quantiles[i] for i, p in enumerate(LEVELS)}
+    found |= {f"norm_{q}": quantiles[i] for i, q in enumerate(QUANTILES)}
     if all(p.waited is not None for p in parts):
         waited = total(jnp.where(p.selected, p.waited, 0) for p in parts)
         found["wait_mean"] = waited / total(p.selected for p in parts)
@@ -137,23 +168,23 @@ def _whole(plan: Plan, group: Group, norms, mask, sums):
         norms, mask: `[N, n_local]`.
         sums: `[N, 3]`, or None.
     """
-    both = jnp.stack([norms, mask.astype(norms.dtype)], axis=1)
+    slices = jnp.where(mask, -norms, norms)  # one array travels: the sign is the mask
     if group.select_mesh:
-        both = lax.all_gather(both, group.select_mesh, axis=2, tiled=True)
+        slices = lax.all_gather(slices, group.select_mesh, axis=1, tiled=True)
     layout = plan.layout(group.members[0])
     here = {*group.select_mesh, *group.other_mesh, *layout.replicas}
     shape = layout.mesh.shape if layout.mesh else {}
     batch = tuple(a for a in shape if shape[a] > 1 and a not in here)
     if batch:
-        both, sums = (
+        slices, sums = (
             jax.tree.map(lambda x: lax.all_gather(x, batch, axis=1), x)
-            for x in (both, sums)
+            for x in (slices, sums)
         )
-    for m, slices, numbers in by_member(group, both, sums):
+    for m, own, numbers in by_member(group, slices, sums):
         start = group.first(m)
-        own = slices[..., start : start + group.n].reshape(-1, 2, group.n)
+        own = own[..., start : start + group.n].reshape(-1, group.n)
         numbers = None if numbers is None else numbers.reshape(-1, 3)
-        yield m, own[:, 0], own[:, 1] > 0, numbers
+        yield m, abs(own), jnp.signbit(own), numbers
 
 
 def _sums(plan: Plan, group: Group, chosen: Selected, leaves: list[Leaf]) -> jax.Array:

@@ -60,7 +60,7 @@ def stats(fraction: float = 0.25, **arguments) -> Stats:
         selected_mass: share of the momentum's L1 mass, gradient added, that the
             step selects. About `fraction` where all slices are alike; where it is much
             larger, a smaller fraction may do.
-        norm_p0, norm_p10, norm_p25, norm_p50, norm_p75, norm_p90, norm_p100: quantiles
+        norm_min, norm_p10, norm_p25, norm_p50, norm_p75, norm_p90, norm_max: quantiles
             of the L1 norms of slices, in units of the mean slice of their matrix. All
             near 1: flat.
         wait_mean: steps that the slices selected now have waited, 1: also selected in

@@ -16,13 +16,12 @@ from test_layouts import LAYOUTS, OF_THE_ORACLE, shards
 import dion2_jax
 from dion2_jax._measure import _error
 
-LEVELS = (0, 10, 25, 50, 75, 90, 100)
+LEVELS = dict(min=0, p10=10, p25=25, p50=50, p75=75, p90=90, max=100)
 CHOSEN = {
     "both axes": "explicit",
     "replicas share, exact": "auto",
     "experts, sharded matrices, neurons": "auto",
     "heads in the output, inner axis sharded, exact, rounds": "explicit",
-    "mixed exact slots that send different numbers": "auto",
     "fused, output sharded": "explicit",
     "fused, output sharded, both axes selected": "auto",
     "fused heads of a stack": "explicit",
@@ -68,7 +67,7 @@ def expected(parts):
     chosen, steps = flat(selected), flat(waited)
     return {
         "selected_mass": flat(norms)[chosen].sum() / flat(norms).sum(),
-        **{f"norm_p{p}": np.percentile(relative, p) for p in LEVELS},
+        **{f"norm_{q}": np.percentile(relative, p) for q, p in LEVELS.items()},
         "wait_mean": steps[chosen].mean(),
         "wait_max": steps.max(),
         "orthogonality_error": math.sqrt(np.mean(sum(errors, []))),
