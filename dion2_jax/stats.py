@@ -51,7 +51,10 @@ def stats(fraction: float = 0.25, **arguments) -> Stats:
             waits: of `init` or of the last step, or None: waits are not counted. Call
                 `measure` at every step, or they count calls instead of steps; XLA
                 leaves out what of the report is not read.
-            updates: what `update` returned, or None: its numbers are left out.
+            updates: what `update` returned, or None: its numbers are left out. Give
+                them on emulated devices if the optimizer is inside `lax.cond`, as in
+                `optax.apply_if_finite`: nothing is then measured before they are there,
+                and collectives cannot wait for each other.
 
     The report is `{"leaves": {path: numbers}, "groups": {"#0": numbers}}`, with the
     paths and groups of `describe`. Matrices that are stacked, or of one group, are

@@ -1,6 +1,7 @@
 """`stats` against plain NumPy, by what the oracle selects, on every kind of layout."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +218,22 @@ def test_the_random_estimate_of_the_error_is_near():
     found = _error(jnp.asarray(u), rows, 8, jnp.asarray(8 * scale), (), ())
     # One vector of signs for all: 64 matrices leave 5 % of chance.
     assert float(found.mean()) == pytest.approx(exact.mean(), rel=0.15)
+
+
+def test_nothing_is_measured_before_the_updates_are_there():
+    """XLA does not see that the condition which ties the momentum to them is false."""
+    params = {"w": jnp.ones((4, 6))}
+    state, measure = dion2_jax.scale_by_dion2().init(params), dion2_jax.stats().measure
+
+    def share(updates):
+        report, _ = measure(params, state, params, updates=updates)
+        return report["leaves"]["w"]["selected_mass"]
+
+    text = jax.jit(share).lower(params).compile().as_text()
+    (name,) = re.findall(
+        r"(%\S+) = f32\[4,6\]\S* parameter\(0\)", text.split("ENTRY")[1]
+    )
+    assert len(re.findall(re.escape(name) + r"\b", text.split("ENTRY")[1])) > 1
 
 
 def test_zeros_are_measured_without_a_nan():
