@@ -23,7 +23,6 @@ CHOSEN = {
     "replicas share, exact": "auto",
     "experts, sharded matrices, neurons": "auto",
     "heads in the output, inner axis sharded, exact, rounds": "explicit",
-    "fused, output sharded": "explicit",
     "fused, output sharded, both axes selected": "auto",
     "fused heads of a stack": "explicit",
 }
