@@ -10,6 +10,7 @@ from dion2_jax._transform import (
     scale_by_dion2,
 )
 from dion2_jax.describe import describe
+from dion2_jax.stats import stats
 
 __version__ = "0.1.0"
 
@@ -23,4 +24,5 @@ __all__ = [
     "matrix_dimension_numbers",
     "scale_by_dion2",
     "shardings_of",
+    "stats",
 ]

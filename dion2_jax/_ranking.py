@@ -10,6 +10,7 @@ from jax import lax
 from dion2_jax._groups import Group, Member
 from dion2_jax._layout import Layout
 from dion2_jax._options import Options
+from dion2_jax._plan import Plan
 from dion2_jax._selection import (
     ascending,
     combine_scores,
@@ -36,6 +37,34 @@ class Selected:
     rows: jax.Array | None
 
 
+def select_groups(
+    plan: Plan, options: Options, momenta, positions, count
+) -> list[Selected]:
+    """The selected slices of every group.
+
+    Args:
+        plan, options: of the step.
+        momenta: of every leaf, the gradient added, its shard.
+        positions: of every leaf in its tree.
+        count: int32[], the step.
+    """
+    ranks: dict[int, jax.Array] = {}
+    selected = []
+    for g, group in enumerate(plan.groups):
+        if not group.takes_all and plan.ranking(g) == g:
+            scores = [
+                member_scores(
+                    *(plan.layout(m), group, m, momenta[m.leaf], options),
+                    *(count, positions[m.leaf]),
+                )
+                for m in group.ranked
+            ]
+            ranks[g] = rank(group, jnp.concatenate(scores), options)
+        known = None if group.takes_all else ranks[plan.ranking(g)]
+        selected.append(select(group, known))
+    return selected
+
+
 def by_member(group: Group, *arrays):
     """The members of a group, each with its part of the arrays `[N, ...]`."""
     first = 0
@@ -52,6 +81,15 @@ def own_columns(group: Group, member: Member) -> jax.Array:
         return column >= 0
     column += lax.axis_index(group.other_mesh) * group.c_local
     return (column >= member.start) & (column < member.start + group.c)
+
+
+def own_slices(group: Group, member: Member) -> jax.Array:
+    """bool[1, n_local]: which slices on this device are the member's own."""
+    place = lax.broadcasted_iota(jnp.int32, (1, group.n_local), 1)
+    if not group.fused:
+        return place >= 0
+    place += lax.axis_index(group.select_mesh) * group.n_local
+    return (place >= member.start) & (place < member.start + group.n)
 
 
 def member_scores(

@@ -22,14 +22,7 @@ from dion2_jax._normalize import neuron_factors
 from dion2_jax._options import Options
 from dion2_jax._orthogonalize import orthogonalize
 from dion2_jax._plan import Exchange, Plan
-from dion2_jax._ranking import (
-    Selected,
-    by_member,
-    member_scores,
-    own_columns,
-    rank,
-    select,
-)
+from dion2_jax._ranking import Selected, by_member, own_columns, select_groups
 from dion2_jax._selection import gather, one_hot, scatter
 from dion2_jax._views import (
     from_matrices,
@@ -56,20 +49,10 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
     ef_decay, eps, beta2, count = scalars
     momenta = [mu + g.astype(mu.dtype) for g, mu, _, _ in leaves]
 
-    ranks: dict[int, jax.Array] = {}
-    selected, stacks = [], []
-    for g, group in enumerate(plan.groups):
-        if not group.takes_all and plan.ranking(g) == g:
-            scores = [
-                member_scores(
-                    *(plan.layout(m), group, m, momenta[m.leaf], options),
-                    *(count, leaves[m.leaf][3]),
-                )
-                for m in group.ranked
-            ]
-            ranks[g] = rank(group, jnp.concatenate(scores), options)
-        chosen = select(group, None if group.takes_all else ranks[plan.ranking(g)])
-        selected.append(chosen)
+    positions = [position for _, _, _, position in leaves]
+    selected = select_groups(plan, options, momenta, positions, count)
+    stacks = []
+    for group, chosen in zip(plan.groups, selected, strict=True):
         picked = [
             gather(matrices_of(momenta[m.leaf], plan.layout(m)), index, valid)
             for m, index, valid in by_member(group, chosen.index, chosen.valid)

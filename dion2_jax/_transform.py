@@ -206,7 +206,7 @@ def scale_by_dion2(
                 max_exchange_bytes=max_exchange_bytes,
             )
             args = [
-                (_laid_as(grads[i], layouts[i][0]), momenta[i], nus[i]) for i in indices
+                (laid_as(grads[i], layouts[i][0]), momenta[i], nus[i]) for i in indices
             ]
             run = _compiled(mesh, plan, options, tuple(indices))
             done = run(args, (*scalars, state.count))
@@ -272,7 +272,7 @@ def _zeros(p, dtype, flat: tuple[int, ...] = ()) -> jax.Array:
     return jnp.zeros(shape, dtype, device=sharding)
 
 
-def _laid_as(g, layout: Layout):
+def laid_as(g, layout: Layout):
     """The gradient in the parameter's layout; only Explicit axes refuse another."""
     if layout.mesh is None:
         return g

@@ -1,13 +1,10 @@
 """A table of what will happen to every leaf, before it happens. Nothing is computed."""
 
-import inspect
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from dion2_jax import _arguments as check
-from dion2_jax._alias import dion2
 from dion2_jax._cost import Cost, leaf_costs, plan_cost
 from dion2_jax._layout import Layout
 from dion2_jax._leaves import (
@@ -17,8 +14,8 @@ from dion2_jax._leaves import (
     shardings_of,
 )
 from dion2_jax._matrices import matrix_rule
-from dion2_jax._options import make_options
-from dion2_jax._plan import Plan, make_plan
+from dion2_jax._plan import Plan
+from dion2_jax._settings import plans_by_mesh, read_settings
 from dion2_jax._trees import leaf_paths, name_of, resolve_entries
 
 HEADER = ("parameter", "shape", "by", "why", "selects", "exchange", "MB", "GFLOP")
@@ -103,20 +100,8 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
         w          f32[8,16]  dion2  rank 2  2 of 8 reduction  #0 none    0  1.36e-06
         total                                                             0  1.36e-06
     """
-    signature = inspect.signature(dion2).parameters
-    unknown = [name for name in arguments if name not in signature]
-    if unknown or "learning_rate" in arguments:
-        raise TypeError(
-            f"describe() got an unexpected argument "
-            f"{(unknown or ['learning_rate'])[0]!r}: it takes those of dion2, without "
-            f"the learning rate"
-        )
-    dion2(0.0, fraction, **arguments)  # raises for wrong arguments
-    given = {name: p.default for name, p in signature.items()} | arguments
-    fraction = check.check_fraction(fraction, "STATIC_ARGS")
+    given, options = read_settings("describe", fraction, arguments)
     neurons = given["neuron_beta2"] is not None
-    accepted = inspect.signature(make_options).parameters
-    options = make_options(**{name: given[name] for name in accepted})
     paths, leaves, treedef = leaf_paths(params)
     check_floating(paths, leaves)
     shapes = {path: x.shape for path, x in zip(paths, leaves, strict=True)}
@@ -144,17 +129,8 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
     found: dict[int, tuple[Layout, str, str, Cost]] = {}
     taken = [i for i, (e, _) in enumerate(ruled) if e]
     total, groups = Cost(), 0
-    for mesh in dict.fromkeys(x.mesh for x, *_ in layouts):
-        here = [n for n, (x, *_) in enumerate(layouts) if x.mesh == mesh]
-        plan = make_plan(
-            [layouts[n] for n in here],
-            [given["mu_dtype"] or leaves[taken[n]].dtype for n in here],
-            options,
-            fraction=fraction,
-            selection=given["selection"],
-            share_replicas=given["share_replicas"],
-            max_exchange_bytes=given["max_exchange_bytes"],
-        )
+    dtypes = [given["mu_dtype"] or leaves[i].dtype for i in taken]
+    for here, plan in plans_by_mesh(layouts, dtypes, given, options):
         costs = leaf_costs(plan, options, neurons)
         total += plan_cost(plan, options, neurons)
         for leaf, n in enumerate(here):

@@ -13,7 +13,7 @@ import functools
 import pathlib
 import sys
 
-from lm import data, flags, processes
+from lm import data, flags, loggers, processes
 from lm.errors import RunError, UserError
 
 
@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = flags.parse(argv)
     try:
+        loggers.require(args)
         corpus = data.load(args.data, args.seq_len + 1, args.vocab_size)
         args.vocab_size = corpus.vocab
         if args.processes > 1:
@@ -73,7 +74,8 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
     )
     graphdef, params = model.init_sharded(config, args.seed, devices)
     tx, rate, table = optimizers.make_optimizer(args, params)
-    state = training.init_state(tx, params, devices)
+    stats = optimizers.make_stats(args, params) if args.log_stats else None
+    state = training.init_state(tx, params, devices, stats)
     checkpoints = checkpoint.Checkpoints(out / "checkpoints", args.keep)
     if start:
         state = checkpoints.restore(start, state)
@@ -90,7 +92,8 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
     log = None
     if jax.process_index() == 0:
         begin = functools.partial(folder.begin, out, args, start, facts)
-        log = metrics.Log(out, start, args.steps, facts, begin)
+        others = loggers.openers(args, out, start, name)
+        log = metrics.Log(out, start, args.steps, facts, begin, others)
         log.say(
             f"{name}: {facts['parameters']:,} parameters, {facts['device_count']} "
             f"{facts['platform']} devices, {args.axis_types} axes, in {out}"
@@ -109,7 +112,7 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
     loop = Loop(
         args=args,
         start=start,
-        train_step=training.make_train_step(graphdef, tx, rate, state),
+        train_step=training.make_train_step(graphdef, tx, rate, state, stats),
         val_loss=training.make_val_loss(graphdef),
         batch=lambda step: training.put_batch(
             devices,

@@ -96,8 +96,9 @@ def test_from_adamw():
 
 def test_choosing_fraction():
     found = run("choosing_fraction", fractions=(0.5, 0.25), steps=20)
-    (half, cost), (quarter, less) = found.values()
+    (half, share, cost), (quarter, fewer, less) = found.values()
     assert max(half, quarter) < 3.0 < np.log(256)
+    assert 0.5 < share < 2 * fewer < 2 * share
     # Bytes go with the fraction; operations also with the square of the short side.
     assert less.bytes == cost.bytes / 2
     assert less.operations < cost.operations / 4

@@ -97,14 +97,24 @@ class Checkpoints:
     def restore(self, step: int, like):
         """The checkpoint of `step`, with the structure, types and shardings of `like`.
 
+        Waits are as in `like` where the checkpoint has none: --log-stats may come and
+        go from one run to the next.
+
         Raises:
             UserError: the checkpoint holds other arrays than `like`.
         """
         path = self.folder / str(step)
         wanted = flatten(like)
         found = self._orbax.metadata(path).item_metadata.tree
-        _compare(path, wanted, found)
-        values = self._orbax.restore(path, jax.tree.map(_abstract, wanted))
+        waits = {n for n in wanted.keys() ^ found.keys() if n.startswith("waits.")}
+        _compare(path, wanted, found, waits)
+        read = {n: _abstract(x) for n, x in wanted.items() if n in found}
+        for name in waits & found.keys():  # read, for Orbax reads all, and dropped
+            x = found[name]
+            read[name] = jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=like.step.sharding
+            )
+        values = wanted | self._orbax.restore(path, read)
         leaves = [values[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -135,8 +145,8 @@ def _abstract(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def _compare(path, wanted, found) -> None:
-    for name in sorted(wanted.keys() | found.keys()):
+def _compare(path, wanted, found, apart) -> None:
+    for name in sorted((wanted.keys() | found.keys()) - apart):
         if name not in found or name not in wanted:
             where = "this run" if name in wanted else "the checkpoint"
             raise UserError(

@@ -112,6 +112,11 @@ _GROUPS = {
         ("--checkpoint-every STEPS", _count, 100, "steps between checkpoints; one at "
          "the end"),
         ("--keep N", _count, 2, "newest checkpoints that stay"),
+        ("--log-stats STEPS", _count, None, "every STEPS steps, write what Dion2 or "
+         "Dion3 selects to stats.csv and slice_norms.png"),
+        ("--tensorboard", bool, False, "also log to DIR/tensorboard"),
+        ("--wandb", ("online", "offline"), None, "also log to Weights & Biases; "
+         "offline: to DIR/wandb, without network"),
         ("--resume", bool, False, "go on from the newest whole checkpoint in --out"),
         ("--overwrite", bool, False, "start again where --out holds a run"),
     ),
@@ -190,6 +195,8 @@ def _problem(args: argparse.Namespace) -> str | None:
         )
     if args.optimizer == "muon" and args.axis_types == "explicit":
         return "optax.contrib.muon needs --axis-types auto: it fails on explicit"
+    if args.log_stats and args.optimizer not in ("dion2", "dion3"):
+        return f"--log-stats is of dion2 and dion3, not of --optimizer {args.optimizer}"
     if args.warmup + args.decay > args.steps:
         return (
             f"{_shown(args, '--warmup')} + {_shown(args, '--decay')} steps are more "

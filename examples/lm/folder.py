@@ -51,6 +51,8 @@ def begin(out: pathlib.Path, args: argparse.Namespace, start: int, facts: dict):
     """
     if args.overwrite:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        for name in ("stats.csv", "slice_norms.png"):
+            (out / name).unlink(missing_ok=True)
     elif not args.resume and (out / "config.json").exists():
         raise RunError(f"another run has begun in {out} since this one was started")
     rows = MetricsFile(out / "metrics.csv", start)

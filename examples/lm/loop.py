@@ -73,7 +73,10 @@ class Loop:
         val_loss = None if params is None else self._validate(params)
         if self.log:
             rate = value(report.learning_rate)
-            self.log.step(step, step * tokens, loss, val_loss, rate, speed)
+            stats = None
+            if self.args.log_stats and step % self.args.log_stats == 0:
+                stats = jax.tree.map(value, report.stats)
+            self.log.step(step, step * tokens, loss, val_loss, rate, speed, stats)
         self._clock = time.perf_counter()  # validation is not counted
         bad = int(value(report.bad_steps))
         if bad >= self.args.max_bad_steps:

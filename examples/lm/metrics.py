@@ -1,61 +1,27 @@
 """metrics.csv, loss.png and the progress bar of a run."""
 
 import csv
-import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
+
+from lm import stats as stats_file
+from lm.files import StepFile, number, save_figure
 
 COLUMNS = ("step", "tokens", "loss", "val_loss", "learning_rate", "tokens_per_second")
 
 
-def number(x) -> str:
-    """A float32 in the fewest digits that give the same float32 back."""
-    return "" if x is None else str(x)
-
-
-class MetricsFile:
-    """metrics.csv: one row a step, no step twice.
-
-    A row outlives this process once `write` returns; `sync` makes it outlive the
-    machine too, and is called before a checkpoint is begun.
-    """
+class MetricsFile(StepFile):
+    """metrics.csv: one row a step."""
 
     def __init__(self, path: pathlib.Path, resumed_step: int):
-        """Opens `path`, cut back to the rows of steps 1 to `resumed_step`."""
-        rows = _rows(path, resumed_step)
-        beside = path.with_suffix(".csv.tmp")
-        with open(beside, "w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)  # a kill leaves the old file or the new one
-        self._file = open(path, "a", newline="")
-        self._writer = csv.writer(self._file, lineterminator="\n")
+        super().__init__(path, COLUMNS, resumed_step)
 
     def write(self, step, tokens, loss, val_loss, learning_rate, tokens_per_second):
         row = (loss, val_loss, learning_rate, tokens_per_second)
-        self._writer.writerow((step, tokens, *map(number, row)))
-        self._file.flush()
-
-    def sync(self):
-        os.fsync(self._file.fileno())
-
-    def close(self):
-        self._file.close()
-
-
-def _rows(path: pathlib.Path, last_step: int) -> list[list[str]]:
-    """Whole rows of `path` up to `last_step`; a row cut short by a kill is dropped."""
-    if not last_step or not path.exists():
-        return []
-    with open(path, newline="") as file:
-        lines = file.read().split("\n")[1:-1]  # after the last newline: a torn row
-    rows = [line.split(",") for line in lines]
-    whole = [row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit()]
-    return [row for row in whole if int(row[0]) <= last_step]
+        self.write_rows([(step, tokens, *map(number, row))])
 
 
 def plot(csv_path: pathlib.Path, png_path: pathlib.Path, unigram: float, title: str):
@@ -80,10 +46,7 @@ def plot(csv_path: pathlib.Path, png_path: pathlib.Path, unigram: float, title: 
     axes.axhline(unigram, color="C3", ls="--", lw=1, label="unigram entropy")
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
     axes.legend()
-    beside = png_path.with_suffix(".tmp.png")
-    figure.savefig(beside, dpi=120)
-    pyplot.close(figure)
-    os.replace(beside, png_path)
+    save_figure(figure, png_path)
 
 
 def _bar(start: int, steps: int) -> tqdm:
@@ -108,19 +71,31 @@ class Log:
         steps: int,
         facts: dict,
         begin: Callable[[], MetricsFile],  # called once the first step is finished
+        openers: Sequence[Callable] = (),  # of other loggers, called after `begin`
     ):
         self._out, self._facts = out, facts
-        self._begin = begin
+        self._begin, self._openers = begin, openers
+        self._others: list = []  # with log(step, numbers) and close()
+        self._stats: StepFile | None = None
         self._rows: MetricsFile | None = None
         self._range = (start, steps)
         self._bar: tqdm | None = None  # from the first step on
         self._val_loss: float | None = None
 
-    def step(self, step, tokens, loss, val_loss, learning_rate, speed):
-        """One row of metrics.csv; val_loss None: not validated after this step."""
+    def step(self, step, tokens, loss, val_loss, learning_rate, speed, stats=None):
+        """One row of metrics.csv; val_loss None: not validated after this step.
+
+        stats: as `dion2_jax.stats` reports it, or None.
+        """
         if self._rows is None:
             self._rows = self._begin()
+            self._others = [opener() for opener in self._openers]
         self._rows.write(step, tokens, loss, val_loss, learning_rate, round(speed))
+        row = (tokens, loss, val_loss, learning_rate, speed)
+        numbers = zip(COLUMNS[1:], row, strict=True)
+        self._tell(step, {name: float(x) for name, x in numbers if x is not None})
+        if stats is not None:
+            self._write_stats(step, stats)
         shown = {"loss": f"{loss:.3f}", "tok/s": f"{speed:,.0f}"}
         if val_loss is not None:
             self._val_loss = val_loss
@@ -132,6 +107,20 @@ class Log:
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
 
+    def _write_stats(self, step: int, report: dict):
+        rows = stats_file.flat(report)
+        if self._stats is None:
+            path = self._out / "stats.csv"
+            self._stats = stats_file.StatsFile(path, self._range[0])
+        self._stats.write(step, rows)
+        for of, numbers in rows.items():
+            of = of.replace("#", "group")
+            self._tell(step, {f"{name}/{of}": float(x) for name, x in numbers.items()})
+
+    def _tell(self, step: int, numbers: dict[str, float]):
+        for other in self._others:
+            other.log(step, numbers)
+
     def say(self, line: str):
         """Prints a line above the bar."""
         if self._bar is None:
@@ -141,7 +130,8 @@ class Log:
             sys.stdout.flush()
 
     def sync(self):
-        self._rows.sync()
+        for file in filter(None, (self._rows, self._stats)):
+            file.sync()
 
     def finish(self):
         """Says how it went: validation loss beside the unigram entropy."""
@@ -158,16 +148,17 @@ class Log:
         """Ends the bar and the file; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
-        if self._rows is not None:
-            self._rows.close()
+        for file in (self._rows, self._stats, *self._others):
+            if file is not None:
+                file.close()
+        self._others = []
 
     def _plot(self):
+        name, unigram = self._facts["name"], self._facts["unigram_entropy"]
         try:
-            plot(
-                self._out / "metrics.csv",
-                self._out / "loss.png",
-                self._facts["unigram_entropy"],
-                self._facts["name"],
-            )
+            plot(self._out / "metrics.csv", self._out / "loss.png", unigram, name)
+            if self._stats is not None:
+                png = self._out / "slice_norms.png"
+                stats_file.plot(self._out / "stats.csv", png, name)
         except OSError as error:  # a picture is not worth a run
-            self.say(f"warning: loss.png could not be written: {error}")
+            self.say(f"warning: a picture could not be written: {error}")

@@ -42,17 +42,8 @@ def make_optimizer(args: argparse.Namespace, params):
     if args.optimizer in ("dion2", "dion3"):
         import dion2_jax
 
-        neurons = {"neuron_beta2": 0.95} if args.optimizer == "dion3" else {}
-        make = dion2_jax.dion3 if neurons else dion2_jax.dion2
-
-        matrix = dict(
-            param_shardings=dion2_jax.shardings_of(params),
-            # The default rule knows [in, out] kernels; stacked ones must be declared.
-            weight_dimension_numbers=block_matrices if args.scan_layers else None,
-            weight_decay=args.weight_decay,
-            adam_weight_decay=args.weight_decay,
-            **neurons,
-        )
+        matrix = _matrix_arguments(args, params)
+        make = dion2_jax.dion3 if args.optimizer == "dion3" else dion2_jax.dion2
         tx = make(rate, args.fraction, adam_learning_rate=adam_rate, **matrix)
         table = str(dion2_jax.describe(params, fraction=args.fraction, **matrix))
     elif args.optimizer == "muon":
@@ -69,6 +60,27 @@ def make_optimizer(args: argparse.Namespace, params):
         tx = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=args.weight_decay)
         table = _table(params, lambda matrix: "adamw")
     return optax.apply_if_finite(tx, max_consecutive_errors=2**30), rate, table
+
+
+def make_stats(args: argparse.Namespace, params):
+    """The `dion2_jax.stats` of the optimizer."""
+    import dion2_jax
+
+    return dion2_jax.stats(args.fraction, **_matrix_arguments(args, params))
+
+
+def _matrix_arguments(args: argparse.Namespace, params) -> dict:
+    """Of dion2, but for the rates and the fraction."""
+    import dion2_jax
+
+    return dict(
+        param_shardings=dion2_jax.shardings_of(params),
+        # The default rule knows [in, out] kernels; stacked ones must be declared.
+        weight_dimension_numbers=block_matrices if args.scan_layers else None,
+        weight_decay=args.weight_decay,
+        adam_weight_decay=args.weight_decay,
+        **({"neuron_beta2": 0.95} if args.optimizer == "dion3" else {}),
+    )
 
 
 def _table(params, taker) -> str:

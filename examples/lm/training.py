@@ -20,6 +20,7 @@ class TrainState(typing.NamedTuple):
     step: jax.Array  # int32, steps done
     params: typing.Any
     opt_state: typing.Any
+    waits: typing.Any = None  # of --log-stats
 
 
 class StepReport(typing.NamedTuple):
@@ -28,9 +29,10 @@ class StepReport(typing.NamedTuple):
     loss: jax.Array  # nats per token, before the update
     learning_rate: jax.Array
     bad_steps: jax.Array  # non-finite gradients in a row, this step included
+    stats: typing.Any = None  # of `dion2_jax.stats`
 
 
-def init_state(tx, params, mesh: Mesh) -> TrainState:
+def init_state(tx, params, mesh: Mesh, stats=None) -> TrainState:
     """Step 0. Optimizer state lies as the parameters do, scalars on every device."""
     replicated = NamedSharding(mesh, P())
 
@@ -40,10 +42,11 @@ def init_state(tx, params, mesh: Mesh) -> TrainState:
 
     # Eagerly: under jit, zeros_like loses the parameter's sharding on Auto axes.
     opt_state = jax.tree.map(on_mesh, tx.init(params))
-    return TrainState(on_mesh(jnp.zeros((), jnp.int32)), params, opt_state)
+    waits = None if stats is None else stats.init(params)
+    return TrainState(on_mesh(jnp.zeros((), jnp.int32)), params, opt_state, waits)
 
 
-def make_train_step(graphdef, tx, rate, state: TrainState):
+def make_train_step(graphdef, tx, rate, state: TrainState, stats=None):
     """jitted (state, int32[B, T + 1]) -> (state, StepReport); donates the state."""
 
     def step(state, tokens):
@@ -55,8 +58,15 @@ def make_train_step(graphdef, tx, rate, state: TrainState):
         params = optax.apply_updates(state.params, updates)
         # Updates done before this one: what the optimizer's own schedule reads.
         done = state.step - state.opt_state.total_notfinite
-        report = StepReport(loss, rate(done), opt_state.notfinite_count)
-        return TrainState(state.step + 1, params, opt_state), report
+        bad, found, waits = opt_state.notfinite_count, None, None
+        if stats is not None:
+            found, waits = stats.measure(
+                grads, state.opt_state, state.params, state.waits, updates
+            )
+            keep = lambda new, old: jnp.where(bad > 0, old, new)  # noqa: E731
+            waits = jax.tree.map(keep, waits, state.waits)
+        report = StepReport(loss, rate(done), bad, found)
+        return TrainState(state.step + 1, params, opt_state, waits), report
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
