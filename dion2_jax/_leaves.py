@@ -118,6 +118,30 @@ def gradients_of(updates, paths: list[Path], treedef) -> list:
         ) from error
 
 
+def check_momenta(paths: list[Path], momenta: list, params, dtype) -> None:
+    """Raises if the momentum of a state was made with another `mu_dtype`.
+
+    Args:
+        paths, momenta: of the state.
+        params: that update got, or None.
+        dtype: `mu_dtype`, or None: the parameters', where they are given.
+    """
+    known: dict = {}
+    if dtype is None and params is not None:
+        found, leaves, _ = leaf_paths(params)
+        known = dict(zip(found, leaves, strict=True))
+    for path, mu in zip(paths, momenta, strict=True):
+        wanted = dtype or getattr(known.get(path), "dtype", mu.dtype)
+        wanted = jax.dtypes.canonicalize_dtype(wanted)
+        if mu.dtype != wanted:
+            raise ValueError(
+                f"{describe_leaf(name_of(path), mu.shape)}: its momentum is "
+                f"{mu.dtype}, but mu_dtype={dtype} asks for {wanted}: give "
+                f"mu_dtype={mu.dtype}, or convert the state by .astype, as Orbax does "
+                f"where it restores into the state of a new init"
+            )
+
+
 def check_gradient(path: Path, like, gradient) -> None:
     """Raises unless a gradient is an array of floats shaped like its leaf."""
     where = describe_leaf(name_of(path), like.shape)

@@ -13,6 +13,7 @@ from dion2_jax import _arguments as check
 from dion2_jax._layout import SELECT_AXES, Layout, check_placed
 from dion2_jax._leaves import (
     check_gradient,
+    check_momenta,
     check_values,
     gradients_of,
     resolve_layouts,
@@ -165,7 +166,7 @@ def scale_by_dion2(
         return ScaleByDion2State(jnp.zeros((), jnp.int32), treedef.unflatten(mu), nu)
 
     def update(updates, state, params=None, **extra_args):
-        del params, extra_args
+        del extra_args
         if not isinstance(state, ScaleByDion2State):
             raise TypeError(
                 f"expected the ScaleByDion2State that init or the last update "
@@ -173,6 +174,7 @@ def scale_by_dion2(
             )
         paths, momenta, treedef = leaf_paths(state.mu)
         layouts = layouts_of(state.mu)
+        check_momenta(paths, momenta, params, momentum_dtype)
         grads = gradients_of(updates, paths, treedef)
         nus = (
             [None] * len(grads) if state.nu is None else treedef.flatten_up_to(state.nu)
@@ -180,8 +182,9 @@ def scale_by_dion2(
         if (state.nu is None) != (neuron_beta2 is None):
             raise ValueError(
                 f"the state {'has no' if state.nu is None else 'has'} second moments "
-                f"(nu), but neuron_beta2={neuron_beta2!r}: init a new state, or give "
-                f"the neuron_beta2 the state was made with"
+                f"(nu), but neuron_beta2={check.shown(neuron_beta2)}: give the "
+                f"neuron_beta2 that the state was made with, or "
+                f"state._replace(nu=init(params).nu)"
             )
         results: list = [(None, m, n) for m, n in zip(momenta, nus, strict=True)]
         by_mesh: dict = {}
