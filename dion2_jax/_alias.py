@@ -10,6 +10,7 @@ from dion2_jax import _arguments as check
 from dion2_jax._leaves import (
     check_floating,
     check_gradient,
+    check_values,
     gradients_of,
     is_bool,
     is_dimensions,
@@ -103,14 +104,14 @@ def dion2(
     fraction = check.check_fraction(fraction, "STATIC_ARGS")
     check.check_choice("adjust_lr", adjust_lr, ADJUST_LR)
     check.check_bool("adjust_fraction", adjust_fraction)
-    for name, value in (
-        *(("weight_decay", weight_decay), ("adam_b1", adam_b1), ("adam_b2", adam_b2)),
-        *(("adam_eps", adam_eps), ("adam_weight_decay", adam_weight_decay)),
-    ):
-        check.check_number(name, value)
-    _check_rate("learning_rate", learning_rate)
+    weight_decay = check.check_number("weight_decay", weight_decay)
+    adam_b1 = check.check_number("adam_b1", adam_b1, below=1.0)
+    adam_b2 = check.check_number("adam_b2", adam_b2, below=1.0)
+    adam_eps = check.check_number("adam_eps", adam_eps)
+    adam_weight_decay = check.check_number("adam_weight_decay", adam_weight_decay)
+    learning_rate = check.check_rate("learning_rate", learning_rate)
     if adam_learning_rate is not None:
-        _check_rate("adam_learning_rate", adam_learning_rate)
+        adam_learning_rate = check.check_rate("adam_learning_rate", adam_learning_rate)
     rule = weight_dimension_numbers
     if rule is None:
         rule = matrix_dimension_numbers
@@ -140,6 +141,7 @@ def dion2(
         """
         paths, leaves, treedef = leaf_paths(tree)
         check_floating(paths, leaves)
+        check_values(paths, leaves)
         entries = resolve_entries("weight_dimension_numbers", rule, tree, is_dimensions)
         splits = resolve_entries("weight_splits", weight_splits, tree, is_splits)
         decays = resolve_entries("weight_decay_mask", weight_decay_mask, tree, is_bool)
@@ -209,13 +211,13 @@ def dion2(
                 f"expected the state that init or the last update returned, got "
                 f"{type(state).__name__}: call update(updates, state, params)"
             )
+        tx, labels = transformation(params)
         paths, leaves, treedef = leaf_paths(params)
         grads = gradients_of(updates, paths, treedef)
         absent = [g is None or isinstance(g, optax.MaskedNode) for g in grads]
         for path, p, g, skip in zip(paths, leaves, grads, absent, strict=True):
             if not skip:
                 check_gradient(path, p, g)
-        tx, labels = transformation(params)
         if not any(absent):
             return tx.update(updates, state, params, **extra_args)
         # The rest of Optax wants every gradient: zeros, and what they did is undone.
@@ -233,11 +235,6 @@ def dion2(
         return treedef.unflatten(new), _kept(after, state, labels, absent, treedef)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_rate(name: str, value) -> None:
-    if not callable(value):
-        check.check_number(name, value)
 
 
 def _kept(after, before, labels: list[str], absent: list[bool], treedef):
@@ -280,7 +277,8 @@ def _stable(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
     def update(updates, state, params=None, **extra_args):
         new, after = tx.update(updates, state, params, **extra_args)
-        keep = lambda x, like: x.astype(like.dtype)  # noqa: E731
+        dtype = jax.dtypes.canonicalize_dtype  # NumPy's float64 is float32 to JAX
+        keep = lambda x, like: x.astype(dtype(like.dtype))  # noqa: E731
         return jax.tree.map(keep, new, updates), jax.tree.map(keep, after, state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -67,5 +67,5 @@ def dion3(
         the reference implementation NorDion2, https://github.com/microsoft/dion.
     """
     arguments = dict(locals())
-    check.check_number("neuron_beta2", neuron_beta2)
+    check.check_number("neuron_beta2", neuron_beta2, most=1.0)
     return dion2(**arguments)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
+from dion2_jax._arguments import shown
 from dion2_jax._sharding import Names, check_shards, describe_leaf, find_sharding
 
 SELECT_AXES = ("sharded", "shorter", "output", "reduction")
@@ -164,7 +165,8 @@ def check_splits(layout: Layout, splits: tuple[int, ...]) -> None:
     for size in splits:
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
             raise ValueError(
-                f"{where}: weight_splits {splits} must be positive ints, got {size!r}"
+                f"{where}: weight_splits {splits} must be positive ints, got "
+                f"{shown(size)}"
             )
     sizes = [layout.shape[a] for a in layout.select]
     if sum(splits) != math.prod(sizes):
@@ -198,7 +200,7 @@ def matrix_axes(path, shape, dimensions) -> tuple[tuple[int, ...], tuple[int, ..
     if not isinstance(dimensions, MuonDimensionNumbers):
         raise ValueError(
             f"{describe_leaf(path, shape)}: expected optax.contrib."
-            f"MuonDimensionNumbers for a matrix, got {dimensions!r}. Name the "
+            f"MuonDimensionNumbers for a matrix, got {shown(dimensions)}. Name the "
             f"reduction and output axes in weight_dimension_numbers, or give the leaf "
             f"to another optimizer (dion2 gives it to AdamW)"
         )
@@ -211,7 +213,7 @@ def matrix_axes(path, shape, dimensions) -> tuple[tuple[int, ...], tuple[int, ..
             raise TypeError(
                 f"{describe_leaf(path, shape)}: {dimensions} in "
                 f"weight_dimension_numbers must be two axes or tuples of axes, each an "
-                f"int, got {given!r}"
+                f"int, got {shown(given)}"
             )
         if any(not -len(shape) <= a < len(shape) for a in axes):
             raise ValueError(

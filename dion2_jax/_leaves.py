@@ -8,12 +8,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
+from dion2_jax._arguments import FLOATS, shown
 from dion2_jax._layout import Layout, resolve_layout
 from dion2_jax._matrices import matrix_dimension_numbers
 from dion2_jax._sharding import describe_leaf
 from dion2_jax._trees import Path, leaf_paths, name_of, resolve_entries
-
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 
 
 def is_dimensions(x) -> bool:
@@ -21,13 +20,32 @@ def is_dimensions(x) -> bool:
     return isinstance(x, MuonDimensionNumbers)
 
 
+def is_array(x) -> bool:
+    """Whether JAX takes `x` for an array, or for the shape and dtype of one."""
+    try:
+        return hasattr(x, "shape") and jax.typeof(x) is not None
+    except (TypeError, ValueError):  # masked, of objects, or only looking like one
+        return False
+
+
+def check_values(paths: list[Path], leaves: list) -> None:
+    """Raises if a parameter is the shape of an array only."""
+    for path, x in zip(paths, leaves, strict=True):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"parameter {name_of(path)!r} is a ShapeDtypeStruct, without values: "
+                f"give arrays, or call jax.eval_shape(tx.init, params)"
+            )
+
+
 def check_floating(paths: list[Path], leaves: list) -> None:
     """Raises unless every leaf is an array of real floating numbers."""
     for path, x in zip(paths, leaves, strict=True):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        if not is_array(x):
             raise TypeError(
                 f"parameter {name_of(path)!r} is no array but {type(x).__name__}: "
-                f"{x!r}. Leave it out with optax.masked, optax.partition or a filter"
+                f"{shown(x)}. Leave it out with optax.masked, optax.partition or a "
+                f"filter"
             )
         if not any(x.dtype == jnp.dtype(f) for f in FLOATS):
             raise TypeError(
@@ -90,7 +108,7 @@ def gradients_of(updates, paths: list[Path], treedef) -> list:
     """The gradient of every leaf of a tree of these paths; None or masked as given."""
     try:
         return treedef.flatten_up_to(updates)
-    except ValueError as error:
+    except Exception as error:  # it prints what it found, which may fail
         found, _, _ = leaf_paths(updates)
         missing = [name_of(p) for p in paths if p not in found]
         extra = [name_of(p) for p in found if p not in paths]
@@ -100,19 +118,43 @@ def gradients_of(updates, paths: list[Path], treedef) -> list:
         ) from error
 
 
+def check_momenta(paths: list[Path], momenta: list, params, dtype) -> None:
+    """Raises if the momentum of a state was made with another `mu_dtype`.
+
+    Args:
+        paths, momenta: of the state.
+        params: that update got, or None.
+        dtype: `mu_dtype`, or None: the parameters', where they are given.
+    """
+    known: dict = {}
+    if dtype is None and params is not None:
+        found, leaves, _ = leaf_paths(params)
+        known = dict(zip(found, leaves, strict=True))
+    for path, mu in zip(paths, momenta, strict=True):
+        wanted = dtype or getattr(known.get(path), "dtype", mu.dtype)
+        wanted = jax.dtypes.canonicalize_dtype(wanted)
+        if mu.dtype != wanted:
+            raise ValueError(
+                f"{describe_leaf(name_of(path), mu.shape)}: its momentum is "
+                f"{mu.dtype}, but mu_dtype={dtype} asks for {wanted}: give "
+                f"mu_dtype={mu.dtype}, or convert the state by .astype, as Orbax does "
+                f"where it restores into the state of a new init"
+            )
+
+
 def check_gradient(path: Path, like, gradient) -> None:
     """Raises unless a gradient is an array of floats shaped like its leaf."""
     where = describe_leaf(name_of(path), like.shape)
-    if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
+    if not is_array(gradient) or isinstance(gradient, jax.ShapeDtypeStruct):
         raise TypeError(
             f"{where}: its gradient is no array but {type(gradient).__name__}"
         )
     if tuple(gradient.shape) != tuple(like.shape):
         raise ValueError(f"{where}: its gradient has shape {tuple(gradient.shape)}")
-    if not jnp.issubdtype(gradient.dtype, jnp.floating):
+    if not any(gradient.dtype == jnp.dtype(f) for f in FLOATS):
         raise TypeError(
-            f"{where}: its gradient has dtype {gradient.dtype}, expected a real "
-            f"floating one"
+            f"{where}: its gradient has dtype {gradient.dtype}, expected one of "
+            f"{', '.join(jnp.dtype(f).name for f in FLOATS)}"
         )
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
+from dion2_jax._arguments import shown
 from dion2_jax._trees import Path, leaf_paths, name_of
 
 # A table of vectors, or the head that reads them out: orthogonalizing trains badly
@@ -54,7 +55,8 @@ def matrix_rule(path: Path, x, shapes: dict) -> tuple[MuonDimensionNumbers | Non
     """The entry of one leaf, and why."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(
-            f"parameter {name_of(path)!r} is no array but {type(x).__name__}: {x!r}"
+            f"parameter {name_of(path)!r} is no array but {type(x).__name__}: "
+            f"{shown(x)}"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return None, f"{x.dtype} is not floating"

@@ -7,7 +7,6 @@ columns `[..., r, c/t]`: `combine` then sums over the team what runs over column
 
 import functools
 import itertools
-import math
 import numbers
 from collections.abc import Callable, Sequence
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dion2_jax._arguments import check_int
+from dion2_jax._arguments import LARGEST, check_int, shown
 
 Row = tuple[float, float, float]
 
@@ -77,7 +76,7 @@ def newton_schulz_table(
         if ns_coeffs not in COEFFS:
             raise ValueError(
                 f"ns_coeffs must be one of {', '.join(map(repr, COEFFS))}, a table of "
-                f"ns_steps rows (a, b, c), or one (a, b, c), got {ns_coeffs!r}"
+                f"ns_steps rows (a, b, c), or one (a, b, c), got {shown(ns_coeffs)}"
             )
         rows = COEFFS[ns_coeffs]
         rows = rows[:steps] + rows[-1:] * (steps - len(rows))
@@ -85,7 +84,7 @@ def newton_schulz_table(
     if not isinstance(ns_coeffs, Sequence | np.ndarray):
         raise TypeError(
             f"ns_coeffs must be a preset's name or a sequence of rows (a, b, c), got "
-            f"{ns_coeffs!r}"
+            f"{shown(ns_coeffs)}"
         )
     try:
         single = all(isinstance(row, numbers.Real) for row in ns_coeffs)
@@ -96,19 +95,33 @@ def newton_schulz_table(
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"ns_coeffs must be a preset's name ({', '.join(map(repr, COEFFS))}) or "
-            f"rows of three Python numbers (a, b, c), got {ns_coeffs!r}"
+            f"rows of three Python numbers (a, b, c), got {shown(ns_coeffs)}"
         ) from error
-    if any(len(row) != 3 or not all(map(math.isfinite, row)) for row in table):
+    if any(len(row) != 3 or not all(abs(x) <= LARGEST for x in row) for row in table):
         raise ValueError(
             "every row of ns_coeffs must be three finite numbers (a, b, c), "
-            f"got {ns_coeffs!r}"
+            f"got {shown(ns_coeffs)}"
         )
     if len(table) != steps:
         raise ValueError(
             f"ns_coeffs must have one row (a, b, c) for each of ns_steps={steps} "
             f"iterations, got {len(table)}: give ns_steps={len(table)}, or one row"
         )
+    check_bounded(table)
     return tuple((a, b, c) for a, b, c in table), 1.0
+
+
+def check_bounded(table: Sequence[tuple[float, ...]]) -> None:
+    """Raises if the iterations take a singular value from [0, 1] out of all bounds."""
+    values = np.linspace(0, 1, 101)
+    for i, (a, b, c) in enumerate(table):
+        values = a * values + b * values**3 + c * values**5
+        if np.abs(values).max() > 1000:
+            raise ValueError(
+                f"the rows of ns_coeffs diverge: iteration {i + 1} of {len(table)} "
+                f"takes a singular value that was at most 1 to "
+                f"{np.abs(values).max():.3g}, though they should end near 1"
+            )
 
 
 def orthogonalize(

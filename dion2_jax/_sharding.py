@@ -8,6 +8,8 @@ import math
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dion2_jax._arguments import shown
+
 Names = tuple[str, ...]
 
 TAKE_SHARDINGS = "pass param_shardings=dion2_jax.shardings_of(params)"
@@ -118,7 +120,7 @@ def entry_sharding(path: str, x, entry) -> tuple:
         return mesh, entry
     raise ValueError(
         f"{describe_leaf(path, x.shape)}: an entry of param_shardings must be a "
-        f"jax.sharding.NamedSharding or PartitionSpec, got {entry!r}"
+        f"jax.sharding.NamedSharding or PartitionSpec, got {shown(entry)}"
     )
 
 

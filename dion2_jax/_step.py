@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dion2_jax._arguments import call
 from dion2_jax._exchange import (
     bring_home,
     owned_rows,
@@ -139,11 +140,16 @@ def _column_table(group: Group) -> jax.Array:
 def _orthogonalize(x, exchange: Exchange, slot, options: Options, eps):
     """`[repeat, r, c/t]`, the rows being the short side of the whole matrix."""
     if options.newton_schulz_fn is not None:
-        u = options.newton_schulz_fn(x)
+        u = call("newton_schulz_fn", options.newton_schulz_fn, x)
         if not isinstance(u, jax.Array):
             raise TypeError(
                 f"newton_schulz_fn returned {type(u).__name__} for a batch of matrices "
                 f"of shape {x.shape}: it must return an array of that shape"
+            )
+        if not jnp.issubdtype(u.dtype, jnp.floating):
+            raise TypeError(
+                f"newton_schulz_fn returned dtype {u.dtype} for a batch of matrices of "
+                f"{x.dtype}: it must return real floating numbers"
             )
         if u.shape != x.shape:
             raise ValueError(

@@ -11,7 +11,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dion2_jax import _arguments as check
 from dion2_jax._layout import SELECT_AXES, Layout, check_placed
-from dion2_jax._leaves import FLOATS, check_gradient, gradients_of, resolve_layouts
+from dion2_jax._leaves import (
+    check_gradient,
+    check_momenta,
+    check_values,
+    gradients_of,
+    resolve_layouts,
+)
 from dion2_jax._options import Options, make_options
 from dion2_jax._plan import Plan, make_plan
 from dion2_jax._step import dion2_step
@@ -124,14 +130,18 @@ def scale_by_dion2(
         Ahn, Amsel, Langford: Dion2, 2025, https://arxiv.org/abs/2512.16928.
     """
     fraction = check.check_fraction(fraction, "SCALE_BY_DION2_STATIC_ARGS")
-    check.check_number("ef_decay", ef_decay)
-    check.check_number("eps", eps)
-    check.check_number("neuron_beta2", neuron_beta2, optional=True)
+    ef_decay = check.check_number("ef_decay", ef_decay, most=1.0)
+    eps = check.check_number("eps", eps)
+    neuron_beta2 = check.check_number(
+        "neuron_beta2", neuron_beta2, most=1.0, optional=True
+    )
     check.check_choice("selection", selection, ("local", "global"))
     check.check_choice("select_axis", select_axis, SELECT_AXES)
     max_exchange_bytes = check.check_int("max_exchange_bytes", max_exchange_bytes, 1)
     check.check_bool("share_replicas", share_replicas)
-    momentum_dtype = check.check_dtype("mu_dtype", mu_dtype, FLOATS, optional=True)
+    momentum_dtype = check.check_dtype(
+        "mu_dtype", mu_dtype, check.FLOATS, optional=True
+    )
     options = make_options(
         score=score,
         seed=seed,
@@ -150,7 +160,8 @@ def scale_by_dion2(
         )
 
     def init(params) -> ScaleByDion2State:
-        _, leaves, treedef = leaf_paths(params)
+        paths, leaves, treedef = leaf_paths(params)
+        check_values(paths, leaves)
         layouts = [layout for layout, *_ in layouts_of(params)]
         for p, layout in zip(leaves, layouts, strict=True):
             check_placed(layout, p)
@@ -164,7 +175,7 @@ def scale_by_dion2(
         return ScaleByDion2State(jnp.zeros((), jnp.int32), treedef.unflatten(mu), nu)
 
     def update(updates, state, params=None, **extra_args):
-        del params, extra_args
+        del extra_args
         if not isinstance(state, ScaleByDion2State):
             raise TypeError(
                 f"expected the ScaleByDion2State that init or the last update "
@@ -172,6 +183,7 @@ def scale_by_dion2(
             )
         paths, momenta, treedef = leaf_paths(state.mu)
         layouts = layouts_of(state.mu)
+        check_momenta(paths, momenta, params, momentum_dtype)
         grads = gradients_of(updates, paths, treedef)
         nus = (
             [None] * len(grads) if state.nu is None else treedef.flatten_up_to(state.nu)
@@ -179,8 +191,9 @@ def scale_by_dion2(
         if (state.nu is None) != (neuron_beta2 is None):
             raise ValueError(
                 f"the state {'has no' if state.nu is None else 'has'} second moments "
-                f"(nu), but neuron_beta2={neuron_beta2!r}: init a new state, or give "
-                f"the neuron_beta2 the state was made with"
+                f"(nu), but neuron_beta2={check.shown(neuron_beta2)}: give the "
+                f"neuron_beta2 that the state was made with, or "
+                f"state._replace(nu=init(params).nu)"
             )
         results: list = [(None, m, n) for m, n in zip(momenta, nus, strict=True)]
         by_mesh: dict = {}

@@ -4,9 +4,11 @@ Entries are found by path, in both directions: an entry may stand above its leav
 prefix) or one level below a leaf, as an nnx `Param` keeps its array under "value".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
+
+from dion2_jax._arguments import call, shown
 
 Path = tuple[str, ...]
 
@@ -20,7 +22,7 @@ EXPECTED = {
 
 def leaf_paths(tree) -> tuple[list[Path], list, jax.tree_util.PyTreeDef]:
     """Path and value of every leaf, and the tree's structure."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_used_up)
     return [_plain(path) for path, _ in leaves], [x for _, x in leaves], treedef
 
 
@@ -44,13 +46,13 @@ def resolve_entries(argument: str, given, tree, is_entry: Callable) -> list:
     """
     paths, _, _ = leaf_paths(tree)
     if callable(given) and not is_entry(given) and jax.tree_util.all_leaves([given]):
-        given = given(tree)
+        given = call(argument, given, tree)
     if given is None or is_entry(given):
         return [given] * len(paths)
     entries = {
         _plain(path): entry
         for path, entry in jax.tree_util.tree_flatten_with_path(
-            given, is_leaf=lambda x: x is None or is_entry(x)
+            given, is_leaf=lambda x: x is None or is_entry(x) or _used_up(x)
         )[0]
     }
     return [_entry(argument, path, entries, is_entry) for path in paths]
@@ -72,9 +74,15 @@ def _entry(argument: str, path: Path, entries: dict, is_entry):
     if entry is not None and not is_entry(entry):
         raise TypeError(
             f"{argument} has for the parameter {name_of(path)!r} an entry of type "
-            f"{type(entry).__name__}: {entry!r}. Give {EXPECTED[argument]}, or None"
+            f"{type(entry).__name__}: {shown(entry)}. Give {EXPECTED[argument]}, or "
+            f"None"
         )
     return entry
+
+
+def _used_up(x) -> bool:
+    """Whether `x` is a generator or the like: a leaf, of which JAX would warn."""
+    return isinstance(x, Iterator)
 
 
 def _plain(path) -> Path:

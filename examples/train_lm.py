@@ -35,13 +35,15 @@ def main(argv: list[str] | None = None) -> int:
         processes.join(args)
         return train(args, corpus)
     except UserError as error:
-        print(f"train_lm.py: error: {error}", file=sys.stderr)
+        if not error.told:
+            print(f"train_lm.py: error: {error}", file=sys.stderr)
         return 2
     except (
         RunError,
         OSError,
     ) as error:  # OSError: a full disk, a folder that went away
-        sys.stderr.write(f"train_lm.py: {error}\n")  # whole, beside other threads
+        if not getattr(error, "told", False):
+            sys.stderr.write(f"train_lm.py: {error}\n")  # whole, beside other threads
         return 1
 
 
@@ -52,13 +54,14 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
     from lm.loop import Loop
 
     # The mesh and the folder.
-    sizes = mesh.mesh_sizes(jax.device_count(), args.dp, args.fsdp, args.tp)
-    if problem := flags.check_sizes(args, *sizes):
-        raise UserError(problem)
-    args.dp, args.fsdp, args.tp = sizes
-    name = flags.run_name(args, *sizes)
-    out = pathlib.Path(args.out or f"runs/{name}")
-    start = processes.agree(lambda: folder.prepare(out, args))
+    with processes.alike():
+        sizes = mesh.mesh_sizes(jax.device_count(), args.dp, args.fsdp, args.tp)
+        if problem := flags.check_sizes(args, *sizes):
+            raise UserError(problem)
+        args.dp, args.fsdp, args.tp = sizes
+        name = flags.run_name(args, *sizes)
+        out = pathlib.Path(args.out or f"runs/{name}")
+        start = processes.agree(lambda: folder.prepare(out, args))
     devices = mesh.make_mesh(*sizes, args.axis_types)
     jax.set_mesh(devices)
 
@@ -78,7 +81,8 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
     state = training.init_state(tx, params, devices, stats)
     checkpoints = checkpoint.Checkpoints(out / "checkpoints", args.keep)
     if start:
-        state = checkpoints.restore(start, state)
+        with processes.alike():
+            state = checkpoints.restore(start, state)
 
     # Process 0 keeps the log.
     facts = dict(

@@ -9,9 +9,16 @@ import pytest
 
 import dion2_jax
 
-NUMBERS = ["ef_decay", "eps", "neuron_beta2"]
-ADAM = ["weight_decay", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay"]
-RATES = ["learning_rate", "adam_learning_rate"]
+# argument, its range
+ANY = "[0, 3.403e+38]"  # what float32 holds
+NUMBERS = {"ef_decay": "[0, 1]", "eps": ANY, "neuron_beta2": "[0, 1]"}
+ADAM = {"adam_b1": "[0, 1)", "adam_b2": "[0, 1)", "adam_eps": ANY}
+RATES = {
+    "learning_rate": ANY,
+    "adam_learning_rate": ANY,
+    "weight_decay": ANY,
+    "adam_weight_decay": ANY,
+}
 
 # argument, bad value, error, parts of its message besides the argument's name
 BOTH = [
@@ -25,6 +32,7 @@ BOTH = [
     ("select_axis", 0, ValueError, ["'sharded', 'shorter', 'output', 'reduction'"]),
     ("score", "l3", ValueError, ["'l1'", "'l2'", "'random'", "'l3'"]),
     ("seed", -1, ValueError, ["at least 0", "-1"]),
+    ("seed", 2**32, ValueError, ["less than 4294967296"]),
     ("seed", 0.5, TypeError, ["int of at least 0", "0.5"]),
     ("ns_coeffs", "cubic", ValueError, ["'polar_express'", "'cubic'"]),
     ("ns_steps", 0, ValueError, ["at least 1", "0"]),
@@ -44,12 +52,15 @@ ALIAS = [
 ]
 
 
-def numbers(names):
-    for name in names:
-        yield name, -0.5, ValueError, ["[0.0, inf)", "-0.5"]
-        yield name, float("nan"), ValueError, ["[0.0, inf)", "nan"]
+def numbers(ranges):
+    for name, where in ranges.items():
+        yield name, -0.5, ValueError, [where, "-0.5"]
+        yield name, 1e39, ValueError, [where, "1e+39"]
+        yield name, float("nan"), ValueError, [where, "nan"]
+        yield name, jnp.float32(jnp.nan), ValueError, [where, "nan"]
         yield name, "much", TypeError, ["number", "'much'"]
         yield name, jnp.ones(3), TypeError, ["scalar", "float32(3,)"]
+        yield name, jnp.complex64(1j), TypeError, ["real scalar", "complex64()"]
 
 
 @pytest.mark.parametrize("name, value, error, parts", [*BOTH, *numbers(NUMBERS)])
@@ -61,7 +72,7 @@ def test_scale_by_dion2_refuses(name, value, error, parts):
 
 @pytest.mark.parametrize(
     "name, value, error, parts",
-    [*BOTH, *ALIAS, *numbers([*NUMBERS, *ADAM, *RATES])],
+    [*BOTH, *ALIAS, *numbers(NUMBERS | ADAM | RATES)],
 )
 def test_dion2_refuses(name, value, error, parts):
     with pytest.raises(error, match=re.escape(name)) as caught:

@@ -259,6 +259,7 @@ def of_every_mesh(shardings):
 # sizes of the mesh, kind of its axes, specs of v and w
 RESTORED_ON = {
     "four": ((4,), "auto", (None, "a"), (None, "a")),
+    "two by four": ((2, 4), "auto", (("b", "a"),), (None, "b")),
     "four by two": ((4, 2), "explicit", ("a", "b"), ("a",)),
     "one": ((1,), "auto", (), ()),
 }

@@ -9,12 +9,16 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from helpers import frobenius
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -49,13 +53,15 @@ def start(tmp_path_factory, text):
     """Starts train_lm.py in a process of its own; compiled code is shared."""
     cache = tmp_path_factory.mktemp("compiled")
 
-    def start(out, *flags, under=()) -> subprocess.Popen:
+    def start(out, *flags, under=(), environment=()) -> subprocess.Popen:
+        more = dict(environment)
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         environment |= {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
+            **more,
         }
         command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *SIZES]
         return subprocess.Popen(
@@ -103,6 +109,38 @@ def curve(out: pathlib.Path) -> list[tuple[str, ...]]:
 
 def losses(out: pathlib.Path) -> np.ndarray:
     return np.array([float(row["loss"]) for row in rows(out)])
+
+
+# Runs train_lm.py where nothing connects to anything, nothing is unpickled and no data
+# is opened but for reading; whoever tries is told on stderr, and fails.
+GUARDED = (
+    sys.executable,
+    "-c",
+    """
+import os, runpy, sys
+sys.argv = sys.argv[2:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+data = [b for a, b in zip(sys.argv, sys.argv[1:]) if a == "--data"]
+writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+banned = {"socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo",
+          "socket.gethostbyname", "pickle.find_class"}
+seen = set()
+def guard(event, args):
+    if event == "open" and str(args[0]).startswith(tuple(data)):
+        seen.add("data")
+        wrong = args[2] & writes
+    else:
+        wrong = event in banned
+    if wrong:
+        sys.stderr.write(f"guard: {event} {args}\\n")
+        raise PermissionError(event)
+sys.addaudithook(guard)
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    assert seen == {"data"}
+""",
+)
 
 
 # What it writes
@@ -170,8 +208,8 @@ def test_resume_repeats_the_curve_bit_for_bit(finished, run, tmp_path):
     (out / "checkpoints" / "12.sha256").unlink()  # as if killed before it was whole
     with open(out / "metrics.csv", "a") as file:
         file.write("13,66")  # a row torn by a kill
-    stdout, _ = run(out, "--resume")
-    assert "resumed from step 8" in stdout
+    stdout, stderr = run(out, "--resume", under=GUARDED)
+    assert "resumed from step 8" in stdout and "guard" not in stderr
     assert curve(out) == curve(finished[0])
 
 
@@ -190,11 +228,19 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(finished, run, tmp_path)
 def test_a_resume_says_which_settings_changed(finished, run, tmp_path):
     out = copy(finished[0], tmp_path)
     (out / "checkpoints" / "12.sha256").unlink()
-    stdout, _ = run(out, "--resume", "--keep", "3", "--val-every", "4", "--fsdp", "8")
+    changed = "--keep 3 --val-every 4 --fsdp 8 --fraction 0.5"
+    stdout, _ = run(out, "--resume", *changed.split())
     said = stdout[stdout.index("resumed from step 8\n") :].splitlines()
-    assert sorted(said[1:-1]) == ["keep: 2 before, 3 now", "val-every: 6 before, 4 now"]
+    assert sorted(said[1:-1]) == [
+        "fraction: 0.25 before, 0.5 now",
+        "keep: 2 before, 3 now",
+        "val-every: 6 before, 4 now",
+    ]
     config = json.loads((out / "config.json").read_text())
     assert (config["keep"], config["dp"], config["fsdp"]) == (3, 1, 8)
+    # Step 9 reads what was restored; step 10 what another fraction made of it.
+    same = losses(out)[:10] == losses(finished[0])[:10]
+    assert same[:9].all() and not same[9] and np.isfinite(losses(out)).all()
 
 
 def test_changed_settings_are_told_from_config_json(tmp_path):
@@ -248,9 +294,12 @@ def test_resume_on_another_mesh_and_other_axis_types(finished, run, tmp_path):
     np.testing.assert_allclose(losses(out)[8], losses(finished[0])[8], rtol=1e-5)
 
 
-def test_resume_with_another_optimizer_is_refused_by_name(finished, run, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "dion3"])
+def test_resume_with_another_optimizer_is_refused_by_name(
+    optimizer, finished, run, tmp_path
+):
     out = copy(finished[0], tmp_path)
-    _, stderr = run(out, "--resume", "--optimizer", "adamw", status=2)
+    _, stderr = run(out, "--resume", "--optimizer", optimizer, status=2)
     last = stderr.splitlines()[-1]  # XLA's own log may come first
     assert "Traceback" not in stderr
     assert "is only in" in last and "--optimizer" in last
@@ -284,14 +333,89 @@ def test_layouts_do_not_change_the_losses(mesh, adamw_losses, run, tmp_path):
     "processes, devices", [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)]
 )
 def test_processes_do_not_change_the_run(processes, devices, finished, run, tmp_path):
-    """Collectives by gloo instead of within one process: the same run, one writer."""
+    """Collectives by gloo instead of within one process: the same run, one writer.
+
+    One process then goes on from where they were.
+    """
     out = tmp_path / "run"
     sizes = ("--processes", str(processes), "--devices", str(devices))
-    run(out, *sizes, "--steps", "12")
-    assert len(rows(out)) == 12
+    stdout, _ = run(out, *sizes, "--steps", "12")
+    assert len(rows(out)) == 12 and stdout.count("validation loss") == 1
     # Sums of gradients over devices are taken in another order, which the bfloat16
-    # orthogonalization magnifies: 1.2e-4 was measured.
+    # orthogonalization magnifies: 1.2e-4 was measured, and 5.2e-3 of a kernel's norm.
     np.testing.assert_allclose(losses(out), losses(finished[0]), rtol=1e-3)
+    found, expected = parameters(out, 12), parameters(finished[0], 12)
+    for name, x in expected.items():
+        assert frobenius(found[name], x) < 1e-2, name
+    goes_on_from_step_8(run, out)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_one(finished, run, tmp_path):
+    out = copy(finished[0], tmp_path)
+    two = "--processes", "2", "--devices", "4"
+    goes_on_from_step_8(run, out, *two)
+    first = curve(out)
+    goes_on_from_step_8(run, out, *two)
+    assert curve(out) == first  # bit for bit, where sums are taken in the same order
+    goes_on_from_step_8(run, out)  # and back to one
+
+
+def goes_on_from_step_8(run, out, *flags) -> None:
+    """Resumed without checkpoint 12, the run in `out` is as it was."""
+    before = losses(out)
+    shutil.rmtree(out / "checkpoints" / "12")
+    stdout, _ = run(out, "--resume", *flags)
+    assert "resumed from step 8" in stdout
+    assert (losses(out)[:8] == before[:8]).all()
+    # Step 9 reads the same parameters; its mean over the batch is summed otherwise.
+    np.testing.assert_allclose(losses(out)[8], before[8], rtol=1e-5)
+    np.testing.assert_allclose(losses(out), before, rtol=1e-3)
+
+
+def parameters(out: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    """Those of a checkpoint, by name."""
+    path = out / "checkpoints" / str(step)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        like = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
+            for name, x in checkpointer.metadata(path).item_metadata.tree.items()
+        }
+        found = checkpointer.restore(path, like)
+    found = {k: np.asarray(x) for k, x in found.items() if k.startswith("params")}
+    assert len(found) == 19
+    return found
+
+
+def test_a_refusal_by_many_processes_is_told_once(finished, run):
+    _, stderr = run(finished[0], "--processes", "2", "--devices", "4", status=2)
+    assert "already holds a run" in stderr and len(stderr.splitlines()) == 1
+
+
+def test_distributed_alone_joins_where_jax_finds_the_others(start, tmp_path):
+    """As on a TPU pod, by the variables of Open MPI. No mesh of 8 devices has dp 3."""
+    first, count = 65536 - 4096, 4096  # where JAX puts the port of an Open MPI job
+    for job in np.random.default_rng().permutation(count):
+        with socket.socket() as free:
+            if free.connect_ex(("127.0.0.1", first + int(job))):
+                break  # nobody answers there
+    running = [
+        start(
+            *(tmp_path / "run", "--distributed", "--devices", "4", "--dp", "3"),
+            environment={
+                "OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            },
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [2, 2], told
+    assert "--dp 3 does not divide the 8 devices" in told[0]
+    assert len(told[0].splitlines()) == 1 and told[1] == ""
 
 
 @pytest.mark.parametrize("mesh", ["--tp 2", "--axis-types explicit"])
@@ -631,7 +755,8 @@ def test_token_files_train_and_validate(run, tmp_path):
     assert corpus.vocab == 50304
     assert corpus.train.size == corpus.val.size == len(tokens)
     out = tmp_path / "run"
-    run(out, "--data", str(folder), "--vocab-size", "256")
+    _, stderr = run(out, *f"--data {folder} --vocab-size 256".split(), under=GUARDED)
+    assert "guard" not in stderr
     assert losses(out)[-1] < losses(out)[0] - 1.0
 
 

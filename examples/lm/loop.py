@@ -11,6 +11,7 @@ import jax
 from lm.checkpoint import CheckpointError, Checkpoints
 from lm.errors import RunError
 from lm.metrics import Log
+from lm.processes import alike
 from lm.stopping import StopRequest
 from lm.training import TrainState, value
 
@@ -81,11 +82,12 @@ class Loop:
         bad = int(value(report.bad_steps))
         if bad >= self.args.max_bad_steps:
             self._settle()
-            raise RunError(
-                f"stopped after step {step}: the gradient was not finite {bad} steps "
-                f"in a row (loss {loss}). Those steps changed nothing; a lower --lr "
-                f"may help"
-            )
+            with alike():
+                raise RunError(
+                    f"stopped after step {step}: the gradient was not finite {bad} "
+                    f"steps in a row (loss {loss}). Those steps changed nothing; a "
+                    f"lower --lr may help"
+                )
 
     def _validate(self, params) -> float:
         count = self.args.val_batches

@@ -1,6 +1,7 @@
 """One run by many processes: joining them, agreeing on what process 0 found."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -45,10 +46,23 @@ def join(args: argparse.Namespace) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def alike():
+    """What goes wrong inside goes wrong on every process: process 0 alone tells it."""
+    import jax
+
+    try:
+        yield
+    except (UserError, RunError) as error:
+        error.told = jax.process_index() > 0
+        raise
+
+
 def agree(find):
     """What `find()` returns on process 0, on every process; its error on every one.
 
-    `find` runs on process 0 alone and returns something that JSON can hold.
+    `find` runs on process 0 alone and returns something that JSON can hold. To be
+    called inside `alike`.
     """
     import jax
     from jax.experimental import multihost_utils
