@@ -27,50 +27,46 @@ def send(exchange: Exchange, groups, stacks) -> list[dict[int, jax.Array]]:
             _to_owners(stacks[s.group], groups[s.group], s, slot, exchange)
             for s in slot.segments
         ]
-        rows = jnp.concatenate(dealt) if len(dealt) > 1 else dealt[0]
+        shape = _piece(exchange, slot, groups)
+        rows = jnp.concatenate([part.reshape(-1, *shape) for part in dealt])
         columns.append(_pad(rows, exchange.owners))
-    buffer = jnp.concatenate(columns, axis=1) if len(columns) > 1 else columns[0]
+    buffer = _join(columns)
     if exchange.owners > exchange.devices:
-        shape = (-1, exchange.devices, buffer.shape[1])
+        shape = (-1, exchange.devices, *buffer.shape[1:])
         replica = lax.axis_index(exchange.replicas)
         buffer = lax.dynamic_index_in_dim(buffer.reshape(shape), replica, 0, False)
     buffer = _all_to_all(buffer, exchange)
-    owned, start = [], 0
-    for slot in exchange.slots:
-        width = slot.repeat * exchange.piece // slot.team
-        piece = lax.slice_in_dim(buffer, start, start + width, axis=1)
-        start += width
-        owned.append(
-            {
-                s.group: _assemble(piece, groups[s.group], slot, exchange)
-                for s in slot.segments
-            }
-        )
-    return owned
+    pieces = _cut(buffer, [_piece(exchange, slot, groups) for slot in exchange.slots])
+    return [
+        {
+            s.group: _assemble(piece, groups[s.group], slot, exchange)
+            for s in slot.segments
+        }
+        for slot, piece in zip(exchange.slots, pieces, strict=True)
+    ]
 
 
 def bring_home(exchange: Exchange, groups, owned) -> list[tuple[Segment, jax.Array]]:
     """Every segment's results `[count, k, c/q]`, from what the owners made of them."""
+    shapes = [_piece(exchange, slot, groups) for slot in exchange.slots]
     columns = [
         select_owned(
             exchange,
             slot,
             [
-                _disassemble(made[s.group], groups[s.group], slot, exchange)
+                _disassemble(made[s.group], groups[s.group], slot, exchange).reshape(
+                    -1, *shape
+                )
                 for s in slot.segments
             ],
         )
-        for slot, made in zip(exchange.slots, owned, strict=True)
+        for slot, made, shape in zip(exchange.slots, owned, shapes, strict=True)
     ]
-    buffer = jnp.concatenate(columns, axis=1) if len(columns) > 1 else columns[0]
-    buffer = _all_to_all(buffer, exchange)
+    buffer = _all_to_all(_join(columns), exchange)
     if exchange.owners > exchange.devices:
         buffer = lax.all_gather(buffer, exchange.replicas, tiled=True)
-    home, start = [], 0
-    for slot in exchange.slots:
-        width = slot.repeat * exchange.piece // slot.team
-        rows = lax.slice_in_dim(buffer, start, start + width, axis=1)
-        start += width
+    home = []
+    for slot, rows in zip(exchange.slots, _cut(buffer, shapes), strict=True):
         row = 0
         for s in slot.segments:
             used = _positions(s, slot) * slot.team
@@ -122,6 +118,54 @@ def _all_to_all(buffer: jax.Array, exchange: Exchange) -> jax.Array:
     return lax.all_to_all(buffer, exchange.axes, 0, 0, tiled=True)
 
 
+def _piece(exchange: Exchange, slot: Slot, groups) -> tuple[int, int, int]:
+    """What goes between two devices for a slot: `[repeat, k, c]`, if one shape fits."""
+    blocks = {_block(groups[s.group], slot) for s in slot.segments}
+    if len(blocks) > 1:
+        return slot.repeat, 1, exchange.piece // slot.team
+    return (slot.repeat, *blocks.pop())
+
+
+def _join(pieces: list[jax.Array]) -> jax.Array:
+    """Pieces `[devices, repeat, k, c]` of all slots in one array, to travel at once."""
+    if len(pieces) == 1:
+        return pieces[0]
+    axis = _seam([x.shape[1:] for x in pieces])
+    return jnp.concatenate([_sheet(x, axis) for x in pieces], axis=abs(axis))
+
+
+def _cut(buffer: jax.Array, shapes: list[tuple[int, int, int]]) -> list[jax.Array]:
+    """The inverse of `_join`, for pieces of these shapes `(repeat, k, c)`."""
+    if len(shapes) == 1:
+        return [buffer]
+    axis, start, pieces = _seam(shapes), 0, []
+    for n, k, c in shapes:
+        width = {1: n * k, 2: n * c, -1: n * k * c}[axis]
+        part = lax.slice_in_dim(buffer, start, start + width, axis=abs(axis))
+        start += width
+        if axis == 2:
+            part = part.reshape(-1, k, n, c).swapaxes(1, 2)
+        pieces.append(part.reshape(-1, n, k, c))
+    return pieces
+
+
+def _seam(shapes: list[tuple[int, int, int]]) -> int:
+    """Where pieces `(repeat, k, c)` are joined: 1 below each other, 2 beside; -1 flat.
+
+    A TPU copies whatever is flattened, so only what lines up nowhere is.
+    """
+    _, k, c = (set(sizes) for sizes in zip(*shapes, strict=True))
+    return 1 if len(c) == 1 else 2 if len(k) == 1 else -1
+
+
+def _sheet(x: jax.Array, axis: int) -> jax.Array:
+    """A piece as it is joined: `[devices, n k, c]`, `[devices, k, n c]`, or flat."""
+    devices, _, k, c = x.shape
+    if axis == 2:
+        return x.swapaxes(1, 2).reshape(devices, k, -1)
+    return x.reshape(devices, -1, c) if axis == 1 else x.reshape(devices, -1)
+
+
 def _pad(x: jax.Array, size: int) -> jax.Array:
     """Zero rows up to `size`: zero matrices cost nothing in accuracy."""
     widths = [(0, size - x.shape[0], 0), *((0, 0, 0) for _ in x.shape[1:])]
@@ -129,7 +173,7 @@ def _pad(x: jax.Array, size: int) -> jax.Array:
 
 
 def _to_owners(stack, group: Group, segment: Segment, slot: Slot, exchange: Exchange):
-    """`[owners of the segment, elements]`: for every owner what it gets from here."""
+    """`[owners of the segment, n, k, c]`: for every owner what it gets from here."""
     part = lax.slice_in_dim(stack, segment.first, segment.first + segment.count)
     positions, t, n = _positions(segment, slot), slot.team, slot.repeat
     part = _pad(part, positions * n)
@@ -138,7 +182,7 @@ def _to_owners(stack, group: Group, segment: Segment, slot: Slot, exchange: Exch
         part = part.reshape(positions, n, t, k // t, c).transpose(0, 2, 1, 3, 4)
     else:
         part = part.reshape(positions, n, k, t, c // t).transpose(0, 3, 1, 2, 4)
-    return part.reshape(positions * t, n * exchange.piece // t)
+    return part.reshape(positions * t, *part.shape[2:])
 
 
 def _from_owners(rows, group: Group, segment: Segment, slot: Slot):
@@ -166,7 +210,7 @@ def _device_axes(group: Group, exchange: Exchange) -> tuple[list[int], list[int]
 
 
 def _assemble(piece, group: Group, slot: Slot, exchange: Exchange):
-    """`[repeat, p k, c]` from `[devices, elements]`: slices join, columns join."""
+    """`[repeat, p k, c]` from pieces `[devices, ...]`: slices join, columns join."""
     k, c = _block(group, slot)
     rows, cols = _device_axes(group, exchange)
     d = len(exchange.sizes)
@@ -187,4 +231,4 @@ def _disassemble(x, group: Group, slot: Slot, exchange: Exchange):
         *(*(exchange.sizes[i] for i in cols), c),
     )
     x = x.reshape(sizes).transpose([order.index(i) for i in range(len(order))])
-    return x.reshape(exchange.devices, slot.repeat * k * c)
+    return x.reshape(exchange.devices, slot.repeat, k, c)
