@@ -14,7 +14,6 @@ EXAMPLES = PROJECT["optional-dependencies"]["examples"]
 SAMPLE = (
     "tests/test_layout.py",
     "tests/test_transform.py::test_sharded_equals_the_oracle",
-    "tests/test_transform.py::test_momentum_and_update_keep_the_sharding_of_the_parameter",
 )
 IMPORT = """
 import sys, time

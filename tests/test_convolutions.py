@@ -81,7 +81,9 @@ def accuracy(network, tx, digits):
     return float((found == test_labels).mean())
 
 
-@pytest.mark.parametrize("network", [nnx_network, linen_network])
+@pytest.mark.parametrize(
+    "network", [nnx_network, pytest.param(linen_network, marks=pytest.mark.slow)]
+)
 def test_a_network_learns_digits_with_dion2_beside_adamw(network, digits):
     tx = dion2(
         *(0.1, 0.25),

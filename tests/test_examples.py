@@ -418,7 +418,13 @@ def test_distributed_alone_joins_where_jax_finds_the_others(start, tmp_path):
     assert len(told[0].splitlines()) == 1 and told[1] == ""
 
 
-@pytest.mark.parametrize("mesh", ["--tp 2", "--axis-types explicit"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "--tp 2 --axis-types explicit",
+        pytest.param("--tp 2", marks=pytest.mark.slow),
+    ],
+)
 def test_scanned_layers_train_with_dion2(mesh, run, tmp_path):
     out = tmp_path / "run"
     stdout, _ = run(out, "--scan-layers", *mesh.split())
@@ -492,7 +498,7 @@ def kill_until(kills: int, steps: int, start, run, tmp_path, seed: int) -> None:
 
 
 def test_killed_three_times_the_curve_is_the_same(start, run, tmp_path):
-    kill_until(3, 40, start, run, tmp_path, seed=0)
+    kill_until(3, 24, start, run, tmp_path, seed=0)
 
 
 @pytest.mark.slow
