@@ -279,13 +279,11 @@ def laid_as(g, layout: Layout):
     g = jnp.asarray(g)
     kinds = dict(zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True))
     typed = jax.typeof(g).sharding
-    explicit = any(kind == AxisType.Explicit for kind in kinds.values())
-    if not explicit or (not typed.mesh.empty and typed.spec == layout.spec):
-        return g
+    explicit = [name for name, kind in kinds.items() if kind == AxisType.Explicit]
     spec = PartitionSpec(
-        *(
-            tuple(a for a in names if kinds[a] == AxisType.Explicit) or None
-            for names in layout.names
-        )
+        *(tuple(a for a in names if a in explicit) or None for names in layout.names)
     )
+    # Types show Explicit axes alone: to reshard what agrees would gather Auto ones.
+    if not explicit or (not typed.mesh.empty and typed.spec == spec):
+        return g
     return jax.sharding.reshard(g, NamedSharding(layout.mesh, spec))

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import dion2_state, make_mesh, place
+from helpers import (
+    assert_costs,
+    collectives_in,
+    dion2_state,
+    make_mesh,
+    place,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -134,6 +140,24 @@ def test_momentum_of_an_auto_axis_before_an_explicit_one_keeps_its_sharding():
     tx = scale_by_dion2(param_shardings=shardings_of({"w": w}))
     mu = tx.init({"w": w}).mu["w"]
     assert mu.sharding.is_equivalent_to(w.sharding, 2), mu.sharding
+
+
+def test_a_gradient_on_an_auto_axis_before_an_explicit_one_stays_where_it_lies():
+    """Seen: an all-gather and two collective-permutes of the whole gradient a step: it
+    was resharded to P('x'), which is all that its type showed already, and lost 'y'.
+
+    Right: the two all-to-alls that `describe` counts.
+    """
+    mesh = jax.make_mesh(
+        (2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto)
+    )
+    w = jax.device_put(jnp.ones((16, 24)), NamedSharding(mesh, P(("y", "x"))))
+    arguments = dict(ns_dtype=jnp.float32, param_shardings=shardings_of(w))
+    tx = scale_by_dion2(**arguments)
+    text = jax.jit(tx.update).lower(w, tx.init(w)).compile().as_text()
+    number, size = collectives_in(text)
+    assert number == {"all-to-all": 2}
+    assert_costs(size, describe(w, **arguments).total)
 
 
 # --- dtypes ---------------------------------------------------------------------------
