@@ -265,7 +265,8 @@ def _zeros(p, dtype, flat: tuple[int, ...] = ()) -> jax.Array:
         zeros = jnp.where(p == p, 0, 0).astype(dtype)
         return jnp.max(zeros, axis=flat, keepdims=True, initial=0) if flat else zeros
     shape = tuple(1 if a in flat else n for a, n in enumerate(p.shape))
-    sharding = p.sharding
+    # Committed zeros would bind an uncommitted parameter's step to its one device.
+    sharding = p.sharding if p.committed else None
     if flat and isinstance(sharding, NamedSharding):
         spec = (None if a in flat else e for a, e in enumerate(sharding.spec))
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))

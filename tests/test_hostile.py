@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+    as_it_is,
     assert_costs,
     collectives_in,
     dion2_state,
@@ -158,6 +159,32 @@ def test_a_gradient_on_an_auto_axis_before_an_explicit_one_stays_where_it_lies()
     number, size = collectives_in(text)
     assert number == {"all-to-all": 2}
     assert_costs(size, describe(w, **arguments).total)
+
+
+def test_parameters_of_no_certain_device_train_beside_a_sharded_batch():
+    """Seen: "Received incompatible devices for jitted computation": momentum was
+    committed to the device of its parameter, which itself was not. Parameters straight
+    from Flax's init and a batch over eight devices are how data parallelism starts.
+
+    Right: as with optax.adamw, the step runs where the batch lies.
+    """
+    mesh = make_mesh((8,), "auto")
+    params = {"w": jnp.asarray(numbers(16, 24))}
+    batch = place(numbers(8, 16), mesh, ("a",))
+    tx = scale_by_dion2(
+        newton_schulz_fn=as_it_is, param_shardings=NamedSharding(mesh, P())
+    )
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(lambda p: jnp.sum(jnp.square(batch @ p["w"])))(params)
+        return tx.update(grads, state)
+
+    state = tx.init(params)
+    assert not any(x.committed for x in jax.tree.leaves(state))
+    updates, state = step(params, state, batch)
+    assert state.mu["w"].sharding.device_set == set(jax.devices())
+    assert np.any(np.asarray(updates["w"]))
 
 
 # --- dtypes ---------------------------------------------------------------------------
