@@ -17,10 +17,13 @@ from helpers import (
     place,
     relative,
 )
+from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 from reference import step as reference_step
 
-from dion2_jax import describe, scale_by_dion2
+from dion2_jax import describe, scale_by_dion2, shardings_of
+from dion2_jax._leaves import resolve_layouts
+from dion2_jax._settings import plans_by_mesh, read_settings
 
 KERNEL = (0, 1)
 GLOBAL = dict(selection="global")
@@ -67,14 +70,19 @@ LAYOUTS = {
         *((8,), [(3, (32, 24), ("a",), KERNEL)]),
         NEURONS,
     ),
-    # Remainders of two groups in one slot: pieces agree in size, not in shape.
+    # Remainders of two groups in one slot: one of every 2 or 4 rows a device.
     "mixed slots": (
-        *((8,), [(9, (16, 32), ("a",), KERNEL), (10, (32, 16), (None, "a"), KERNEL)]),
+        *((8,), [(9, (16, 32), ("a",), KERNEL), (10, (32, 32), ("a",), KERNEL)]),
         {},
     ),
+    # Pieces agree in size, not in shape: [1, 64] and [8, 8] a device.
     "mixed slots of transposed pieces": (
-        *((8,), [(11, (16, 64), ("a",), KERNEL), (12, (64, 16), ("a",), KERNEL)]),
-        dict(select_axis="shorter"),
+        *((8,), [(11, (16, 64), ("a",), KERNEL), (10, (256, 8), ("a",), KERNEL)]),
+        {},
+    ),
+    "mixed teams of transposed pieces": (
+        *((8,), [(1, (16, 64), ("a",), KERNEL), (1, (256, 8), ("a",), KERNEL)]),
+        {},
     ),
     "mixed exact slots that send different numbers": (
         *((4,), [(1, (16, 8), ("a",), KERNEL), (3, (32, 4), ("a",), KERNEL)]),
@@ -200,6 +208,32 @@ def test_layout_equals_the_oracle(name, kind):
                 assert relative(float64(state.nu[w]), now.nu) <= UPDATE
             for x in (updates[w], state.mu[w]):
                 assert x.sharding.is_equivalent_to(grad[w].sharding, x.ndim)
+
+
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if "mixed" in n or "team" in n])
+def test_mixed_slots_and_teams_are_such(name):
+    sizes, described, arguments = LAYOUTS[name]
+    mesh = make_mesh(sizes, "auto")
+    params = [
+        jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+        for count, shape, spec, _ in described
+        for _ in range(count)
+    ]
+    given, options = read_settings(
+        "describe", 0.25, arguments | dict(ns_dtype=jnp.float32)
+    )
+    layouts = resolve_layouts(
+        *(params, MuonDimensionNumbers(*KERNEL), None, shardings_of(params)),
+        *(given["select_axis"],),
+        neurons=False,
+    )
+    dtypes = [x.dtype for x in params]
+    ((_, plan),) = plans_by_mesh(layouts, dtypes, given, options)
+    slots = [slot for exchange in plan.exchanges for slot in exchange.slots]
+    assert "mixed" not in name or any(len(slot.segments) == 2 for slot in slots)
+    assert "team" not in name or any(slot.team > 1 for slot in slots)
 
 
 @pytest.mark.parametrize("kind", KINDS)
