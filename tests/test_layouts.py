@@ -8,6 +8,7 @@ from helpers import (
     KINDS,
     MOMENTUM,
     UPDATE,
+    assert_copies_agree,
     assert_costs,
     collectives_in,
     float64,
@@ -49,6 +50,10 @@ LAYOUTS = {
     ),
     "replicas share": ((4, 2), [(5, (32, 16), ("b",), KERNEL)], {}),
     "replicas share, exact": ((4, 2), [(5, (32, 16), ("b",), KERNEL)], GLOBAL),
+    "replicas all do the work": (
+        *((4, 2), [(2, (16, 24), ("b",), KERNEL)]),
+        dict(share_replicas=False),
+    ),
     "replicated": ((4, 2), [(5, (32, 16), (), KERNEL)], {}),
     "a team of all devices": ((8,), [(1, (32, 4096), ("a",), KERNEL)], {}),
     "a team across replicas": ((4, 2), [(1, (32, 4096), ("a",), KERNEL)], {}),
@@ -208,6 +213,7 @@ def test_layout_equals_the_oracle(name, kind):
                 assert relative(float64(state.nu[w]), now.nu) <= UPDATE
             for x in (updates[w], state.mu[w]):
                 assert x.sharding.is_equivalent_to(grad[w].sharding, x.ndim)
+                assert_copies_agree(x)
 
 
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if "mixed" in n or "team" in n])
