@@ -114,3 +114,12 @@ def test_rounds_hold_at_most_what_is_allowed():
 def test_one_slot_travels_even_above_the_limit():
     made = plan(16, (512, 256), 8, most=2)
     assert [slots_of.repeat for e in made.exchanges for slots_of in e.slots] == [1, 1]
+
+
+def test_exact_selection_sends_no_more_than_it_selects():
+    """4 of 64 rows are selected, and any device may hold all 4 in its 8 rows."""
+    mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("fsdp"))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
+    sent = describe([x] * 8, 1 / 16, selection="global").total.all_to_all
+    assert sent == 2 * 8 * 4 * 32 * 2
