@@ -57,6 +57,10 @@ LAYOUTS = {
     "replicated": ((4, 2), [(5, (32, 16), (), KERNEL)], {}),
     "a team of all devices": ((8,), [(1, (32, 4096), ("a",), KERNEL)], {}),
     "a team across replicas": ((4, 2), [(1, (32, 4096), ("a",), KERNEL)], {}),
+    "whole ones and teams of three across replicas": (
+        *((2, 3), [(8, (12, 48), ("b",), KERNEL)]),
+        {},
+    ),
     "experts": ((8,), [(1, (8, 12, 16), ("a",), (1, 2))], {}),
     "experts, sharded matrices, neurons": (
         *((4, 2), [(2, (4, 16, 8), ("a", None, "b"), (1, 2))]),
