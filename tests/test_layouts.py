@@ -43,10 +43,11 @@ LAYOUTS = {
         *((4, 2), [(5, (32, 16), ("b", "a"), KERNEL)]),
         dict(select_axis="shorter", **GLOBAL),
     ),
-    "both axes, a tuple on one": (
+    # Owners find exact slices by the order of the devices.
+    "both axes, a tuple on one, exact": (
         (2, 2, 2),
         [(3, (16, 8), (("c", "a"), "b"), KERNEL)],
-        {},
+        GLOBAL,
     ),
     "replicas share": ((4, 2), [(5, (32, 16), ("b",), KERNEL)], {}),
     "replicas share, exact": ((4, 2), [(5, (32, 16), ("b",), KERNEL)], GLOBAL),
@@ -97,9 +98,14 @@ LAYOUTS = {
         *((4,), [(1, (16, 8), ("a",), KERNEL), (3, (32, 4), ("a",), KERNEL)]),
         GLOBAL,
     ),
-    "a remainder of exact tall submatrices": (
-        *((8,), [(3, (64, 8), ("a",), KERNEL)]),
+    "a lone exact tall submatrix": (
+        *((8,), [(1, (64, 8), ("a",), KERNEL)]),
         GLOBAL,
+    ),
+    # 9 of 36 columns a device: no team cuts them evenly.
+    "a lone tall submatrix of odd parts": (
+        *((8,), [(1, (4, 288), (None, "a"), KERNEL)]),
+        {},
     ),
     "fused, one device": ((1,), [(2, (12, 32), (), KERNEL)], fused(8, 20, 4)),
     "fused, reduction sharded": (
@@ -138,6 +144,11 @@ LAYOUTS = {
     "fused, output sharded, the reduction selected": (
         *((4, 2), [(3, (16, 40), ("b", "a"), KERNEL)]),
         fused(24, 8, 8, select_axis="reduction", score="l2"),
+    ),
+    # Owners cut the columns of one block out: no team splits them.
+    "fused, output sharded by a tuple, the reduction selected": (
+        *((4, 2), [(1, (16, 64), (None, ("b", "a")), KERNEL)]),
+        fused(48, 8, 8, select_axis="reduction"),
     ),
     "fused, output sharded, both axes selected": (
         *((4, 2), [(1, (16, 40), ("b", "a"), KERNEL)]),
