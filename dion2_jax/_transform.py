@@ -278,7 +278,8 @@ def _zeros(p, dtype, flat: tuple[int, ...] = ()) -> jax.Array:
         zeros = jnp.where(p == p, 0, 0).astype(dtype)
         return jnp.max(zeros, axis=flat, keepdims=True, initial=0) if flat else zeros
     shape = tuple(1 if a in flat else n for a, n in enumerate(p.shape))
-    sharding = p.sharding
+    # Committed zeros would bind an uncommitted parameter's step to its one device.
+    sharding = p.sharding if p.committed else None
     if flat and isinstance(sharding, NamedSharding):
         spec = (None if a in flat else e for a, e in enumerate(sharding.spec))
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
@@ -292,13 +293,11 @@ def laid_as(g, layout: Layout):
     g = jnp.asarray(g)
     kinds = dict(zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True))
     typed = jax.typeof(g).sharding
-    explicit = any(kind == AxisType.Explicit for kind in kinds.values())
-    if not explicit or (not typed.mesh.empty and typed.spec == layout.spec):
-        return g
+    explicit = [name for name, kind in kinds.items() if kind == AxisType.Explicit]
     spec = PartitionSpec(
-        *(
-            tuple(a for a in names if kinds[a] == AxisType.Explicit) or None
-            for names in layout.names
-        )
+        *(tuple(a for a in names if a in explicit) or None for names in layout.names)
     )
+    # Types show Explicit axes alone: to reshard what agrees would gather Auto ones.
+    if not explicit or (not typed.mesh.empty and typed.spec == spec):
+        return g
     return jax.sharding.reshard(g, NamedSharding(layout.mesh, spec))

@@ -85,6 +85,14 @@ def float64(x):
     return np.asarray(x).astype(np.float64)
 
 
+def assert_copies_agree(x):
+    """Devices that hold the same part of an array hold the same bits."""
+    seen: dict[str, bytes] = {}
+    for shard in x.addressable_shards:
+        data = np.asarray(shard.data).tobytes()
+        assert seen.setdefault(str(shard.index), data) == data, shard
+
+
 def relative(found, expected):
     """Largest difference relative to the largest expected entry."""
     return abs(found - expected).max() / max(abs(expected).max(), 1e-30)

@@ -1,13 +1,20 @@
 """Hostile input: what was once seen to break, and what a user has a right to."""
 
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import dion2_state, make_mesh, place
+from helpers import (
+    as_it_is,
+    collectives_in,
+    dion2_state,
+    make_mesh,
+    place,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -133,6 +140,57 @@ def test_momentum_of_an_auto_axis_before_an_explicit_one_keeps_its_sharding():
     tx = scale_by_dion2(param_shardings=shardings_of({"w": w}))
     mu = tx.init({"w": w}).mu["w"]
     assert mu.sharding.is_equivalent_to(w.sharding, 2), mu.sharding
+
+
+def test_a_gradient_on_an_auto_axis_before_an_explicit_one_stays_where_it_lies():
+    """Seen: an all-gather and two collective-permutes of the whole gradient a step: it
+    was resharded to P('x'), which is all that its type showed already, and lost 'y'.
+
+    Right: the two all-to-alls that `describe` counts, and what JAX itself needs to pass
+    gradient and momentum to any shard_map: nothing, but in 0.12 a gather of each.
+    """
+    mesh = jax.make_mesh(
+        (2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto)
+    )
+    spec = P(("y", "x"))
+    w = jax.device_put(jnp.ones((16, 24)), NamedSharding(mesh, spec))
+    arguments = dict(ns_dtype=jnp.float32, param_shardings=shardings_of(w))
+    tx = scale_by_dion2(**arguments)
+    bare = jax.shard_map(lambda *x: x, mesh=mesh, in_specs=spec, out_specs=spec)
+    number, size = counted(tx.update, w, tx.init(w))
+    assert number == counted(bare, w, w)[0] + Counter({"all-to-all": 2})
+    assert size["all-to-all"] == describe(w, **arguments).total.bytes
+
+
+def counted(function, *arguments):
+    """Number and result bytes of every kind of collective."""
+    return collectives_in(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def test_parameters_of_no_certain_device_train_beside_a_sharded_batch():
+    """Seen: "Received incompatible devices for jitted computation": momentum was
+    committed to the device of its parameter, which itself was not. Parameters straight
+    from Flax's init and a batch over eight devices are how data parallelism starts.
+
+    Right: as with optax.adamw, the step runs where the batch lies.
+    """
+    mesh = make_mesh((8,), "auto")
+    params = {"w": jnp.asarray(numbers(16, 24))}
+    batch = place(numbers(8, 16), mesh, ("a",))
+    tx = scale_by_dion2(
+        newton_schulz_fn=as_it_is, param_shardings=NamedSharding(mesh, P())
+    )
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(lambda p: jnp.sum(jnp.square(batch @ p["w"])))(params)
+        return tx.update(grads, state)
+
+    state = tx.init(params)
+    assert not any(x.committed for x in jax.tree.leaves(state))
+    updates, state = step(params, state, batch)
+    assert state.mu["w"].sharding.device_set == set(jax.devices())
+    assert np.any(np.asarray(updates["w"]))
 
 
 # --- dtypes ---------------------------------------------------------------------------

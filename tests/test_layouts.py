@@ -8,6 +8,7 @@ from helpers import (
     KINDS,
     MOMENTUM,
     UPDATE,
+    assert_copies_agree,
     assert_costs,
     collectives_in,
     float64,
@@ -17,10 +18,13 @@ from helpers import (
     place,
     relative,
 )
+from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 from reference import step as reference_step
 
-from dion2_jax import describe, scale_by_dion2
+from dion2_jax import describe, scale_by_dion2, shardings_of
+from dion2_jax._leaves import resolve_layouts
+from dion2_jax._settings import plans_by_mesh, read_settings
 
 KERNEL = (0, 1)
 GLOBAL = dict(selection="global")
@@ -39,16 +43,25 @@ LAYOUTS = {
         *((4, 2), [(5, (32, 16), ("b", "a"), KERNEL)]),
         dict(select_axis="shorter", **GLOBAL),
     ),
-    "both axes, a tuple on one": (
+    # Owners find exact slices by the order of the devices.
+    "both axes, a tuple on one, exact": (
         (2, 2, 2),
         [(3, (16, 8), (("c", "a"), "b"), KERNEL)],
-        {},
+        GLOBAL,
     ),
     "replicas share": ((4, 2), [(5, (32, 16), ("b",), KERNEL)], {}),
     "replicas share, exact": ((4, 2), [(5, (32, 16), ("b",), KERNEL)], GLOBAL),
+    "replicas all do the work": (
+        *((4, 2), [(2, (16, 24), ("b",), KERNEL)]),
+        dict(share_replicas=False),
+    ),
     "replicated": ((4, 2), [(5, (32, 16), (), KERNEL)], {}),
     "a team of all devices": ((8,), [(1, (32, 4096), ("a",), KERNEL)], {}),
     "a team across replicas": ((4, 2), [(1, (32, 4096), ("a",), KERNEL)], {}),
+    "whole ones and teams of three across replicas": (
+        *((2, 3), [(8, (12, 48), ("b",), KERNEL)]),
+        {},
+    ),
     "experts": ((8,), [(1, (8, 12, 16), ("a",), (1, 2))], {}),
     "experts, sharded matrices, neurons": (
         *((4, 2), [(2, (4, 16, 8), ("a", None, "b"), (1, 2))]),
@@ -67,22 +80,32 @@ LAYOUTS = {
         *((8,), [(3, (32, 24), ("a",), KERNEL)]),
         NEURONS,
     ),
-    # Remainders of two groups in one slot: pieces agree in size, not in shape.
+    # Remainders of two groups in one slot: one of every 2 or 4 rows a device.
     "mixed slots": (
-        *((8,), [(9, (16, 32), ("a",), KERNEL), (10, (32, 16), (None, "a"), KERNEL)]),
+        *((8,), [(9, (16, 32), ("a",), KERNEL), (10, (32, 32), ("a",), KERNEL)]),
         {},
     ),
+    # Pieces agree in size, not in shape: [1, 64] and [8, 8] a device.
     "mixed slots of transposed pieces": (
-        *((8,), [(11, (16, 64), ("a",), KERNEL), (12, (64, 16), ("a",), KERNEL)]),
-        dict(select_axis="shorter"),
+        *((8,), [(11, (16, 64), ("a",), KERNEL), (10, (256, 8), ("a",), KERNEL)]),
+        {},
+    ),
+    "mixed teams of transposed pieces": (
+        *((8,), [(1, (16, 64), ("a",), KERNEL), (1, (256, 8), ("a",), KERNEL)]),
+        {},
     ),
     "mixed exact slots that send different numbers": (
         *((4,), [(1, (16, 8), ("a",), KERNEL), (3, (32, 4), ("a",), KERNEL)]),
         GLOBAL,
     ),
-    "a remainder of exact tall submatrices": (
-        *((8,), [(3, (64, 8), ("a",), KERNEL)]),
+    "a lone exact tall submatrix": (
+        *((8,), [(1, (64, 8), ("a",), KERNEL)]),
         GLOBAL,
+    ),
+    # 9 of 36 columns a device: no team cuts them evenly.
+    "a lone tall submatrix of odd parts": (
+        *((8,), [(1, (4, 288), (None, "a"), KERNEL)]),
+        {},
     ),
     "fused, one device": ((1,), [(2, (12, 32), (), KERNEL)], fused(8, 20, 4)),
     "fused, reduction sharded": (
@@ -121,6 +144,11 @@ LAYOUTS = {
     "fused, output sharded, the reduction selected": (
         *((4, 2), [(3, (16, 40), ("b", "a"), KERNEL)]),
         fused(24, 8, 8, select_axis="reduction", score="l2"),
+    ),
+    # Owners cut the columns of one block out: no team splits them.
+    "fused, output sharded by a tuple, the reduction selected": (
+        *((4, 2), [(1, (16, 64), (None, ("b", "a")), KERNEL)]),
+        fused(48, 8, 8, select_axis="reduction"),
     ),
     "fused, output sharded, both axes selected": (
         *((4, 2), [(1, (16, 40), ("b", "a"), KERNEL)]),
@@ -200,6 +228,33 @@ def test_layout_equals_the_oracle(name, kind):
                 assert relative(float64(state.nu[w]), now.nu) <= UPDATE
             for x in (updates[w], state.mu[w]):
                 assert x.sharding.is_equivalent_to(grad[w].sharding, x.ndim)
+                assert_copies_agree(x)
+
+
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if "mixed" in n or "team" in n])
+def test_mixed_slots_and_teams_are_such(name):
+    sizes, described, arguments = LAYOUTS[name]
+    mesh = make_mesh(sizes, "auto")
+    params = [
+        jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+        for count, shape, spec, _ in described
+        for _ in range(count)
+    ]
+    given, options = read_settings(
+        "describe", 0.25, arguments | dict(ns_dtype=jnp.float32)
+    )
+    layouts = resolve_layouts(
+        *(params, MuonDimensionNumbers(*KERNEL), None, shardings_of(params)),
+        *(given["select_axis"],),
+        neurons=False,
+    )
+    dtypes = [x.dtype for x in params]
+    ((_, plan),) = plans_by_mesh(layouts, dtypes, given, options)
+    slots = [slot for exchange in plan.exchanges for slot in exchange.slots]
+    assert "mixed" not in name or any(len(slot.segments) == 2 for slot in slots)
+    assert "team" not in name or any(slot.team > 1 for slot in slots)
 
 
 @pytest.mark.parametrize("kind", KINDS)

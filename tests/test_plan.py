@@ -104,13 +104,22 @@ def test_remainders_of_two_groups_share_a_slot():
 
 def test_rounds_hold_at_most_what_is_allowed():
     most = 2**18
-    made = plan(64, (512, 256), 8, most=most)
-    assert len(made.exchanges) > 1
+    made = plan(96, (512, 256), 8, most=most)
+    assert len(made.exchanges) == 3
     assert all(2 * e.buffer <= most for e in made.exchanges)
     counts = [s.count for e in made.exchanges for x in e.slots for s in x.segments]
-    assert sum(counts) == 64
+    assert sum(counts) == 96
 
 
 def test_one_slot_travels_even_above_the_limit():
     made = plan(16, (512, 256), 8, most=2)
     assert [slots_of.repeat for e in made.exchanges for slots_of in e.slots] == [1, 1]
+
+
+def test_exact_selection_sends_no_more_than_it_selects():
+    """4 of 64 rows are selected, and any device may hold all 4 in its 8 rows."""
+    mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("fsdp"))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
+    sent = describe([x] * 8, 1 / 16, selection="global").total.all_to_all
+    assert sent == 2 * 8 * 4 * 32 * 2

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import (
     MOMENTUM,
+    assert_copies_agree,
     assert_costs,
     collectives_in,
     float64,
@@ -233,3 +234,4 @@ def test_any_layout_equals_the_oracle(case):
                 assert relative(float64(state.nu[i]), now.nu) <= allowed
             for x in (updates[i], state.mu[i]):
                 assert x.sharding.is_equivalent_to(grad[i].sharding, x.ndim)
+                assert_copies_agree(x)
