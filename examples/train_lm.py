@@ -108,8 +108,7 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
         )
         log.say(table)
         if args.resume and start < args.steps:
-            log.say(f"resumed from step {start}")
-            for line in folder.changes(out, args):
+            for line in folder.resumed(out, args, start):
                 log.say(line)
 
     window = args.seq_len + 1
