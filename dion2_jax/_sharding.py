@@ -115,11 +115,11 @@ def counters_beside(params, state):
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return state
     bound = [x.sharding for x in leaves if x.committed]
-    if len({frozenset(s.device_set) for s in bound}) != 1 or not all(
-        isinstance(s, NamedSharding) for s in bound
-    ):
+    meshes = [s.mesh for s in bound if isinstance(s, NamedSharding)]
+    together = len({frozenset(s.device_set) for s in bound}) == 1
+    if not together or len(meshes) < len(bound):
         return state
-    everywhere = NamedSharding(bound[0].mesh, PartitionSpec())
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
 
     def place(x):
         lone = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
