@@ -458,6 +458,20 @@ def test_asked_to_stop_it_saves_first(number, start, tmp_path):
     assert checkpoint.damage(out / "checkpoints", last) is None
 
 
+def test_two_processes_asked_to_stop_twice_save_together(start, tmp_path):
+    out = tmp_path / "run"
+    sizes = "--processes 2 --devices 1 --layers 1 --width 16 --steps 100000"
+    process = start(out, *sizes.split(), "--checkpoint-every", "100000")
+    wait_for_rows(out, 3, process)
+    process.terminate()
+    process.terminate()
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    last = int(rows(out)[-1]["step"])
+    assert f"stopped after step {last}, saved" in stdout
+    assert checkpoint.damage(out / "checkpoints", last) is None
+
+
 def steps_in(out: pathlib.Path) -> list[str]:
     """The first column of metrics.csv, read while it may be growing."""
     path = out / "metrics.csv"

@@ -94,3 +94,33 @@ def test_a_signal_is_handed_on_to_process_0_as_sigterm(number):
     stdout, _ = launcher.communicate(timeout=60)
     assert stdout == f"saved {int(signal.SIGTERM)}\n"
     assert launcher.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "raised, status, said",
+    [
+        ("OSError(28, 'No space left on device')", 1, "No space left on device"),
+        ("RuntimeError('Connection reset by peer')", 1, "Traceback"),
+        ("UserError('token 300 is outside')", 2, "error: token 300 is outside"),
+    ],
+)
+def test_one_process_that_fails_does_not_wait_for_the_others(raised, status, said):
+    """Seen: five minutes in JAX's barrier at exit, the others in a collective."""
+    code = (
+        "import atexit, time\n"
+        "import train_lm\n"
+        "from lm.errors import UserError\n"
+        "atexit.register(time.sleep, 60)\n"
+        f"def fail(*args): raise {raised}\n"
+        "train_lm.processes.join, train_lm.train = lambda args: None, fail\n"
+        "flags = ['--distributed', '--data', train_lm.__file__]\n"
+        "train_lm.sys.exit(train_lm.main(flags))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": EXAMPLES},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == status and said in done.stderr, done.stderr
