@@ -18,6 +18,7 @@ from dion2_jax._leaves import (
 )
 from dion2_jax._matrices import matrix_dimension_numbers
 from dion2_jax._scaling import ADJUST_LR, scale_by_shape
+from dion2_jax._sharding import counters_beside
 from dion2_jax._transform import SCALE_BY_DION2_STATIC_ARGS, scale_by_dion2
 from dion2_jax._trees import leaf_paths, name_of, resolve_entries
 
@@ -198,7 +199,7 @@ def dion2(
         return optax.partition(halves, lambda _: treedef.unflatten(labels)), labels
 
     def init(params):
-        return transformation(params)[0].init(params)
+        return counters_beside(params, transformation(params)[0].init(params))
 
     def update(updates, state, params=None, **extra_args):
         if params is None:

@@ -105,6 +105,29 @@ def concrete_mesh(x, mesh):
     return getattr(x.sharding, "mesh", mesh)
 
 
+def counters_beside(params, state):
+    """`state` with its scalars on all devices of `params`, where an init runs eagerly.
+
+    On one device alone they would cost a second trace, and be refused by the next
+    jitted step once a checkpoint is restored: then they are bound to that device.
+    """
+    leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return state
+    bound = [x.sharding for x in leaves if x.committed]
+    meshes = [s.mesh for s in bound if isinstance(s, NamedSharding)]
+    together = len({frozenset(s.device_set) for s in bound}) == 1
+    if not together or len(meshes) < len(bound):
+        return state
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+
+    def place(x):
+        lone = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        return jax.device_put(x, everywhere) if lone and not x.ndim else x
+
+    return jax.tree.map(place, state)
+
+
 def entry_sharding(path: str, x, entry) -> tuple:
     """Mesh and PartitionSpec of one entry of `param_shardings`."""
     if isinstance(entry, NamedSharding):

@@ -20,6 +20,7 @@ from dion2_jax._leaves import (
 )
 from dion2_jax._options import Options, make_options
 from dion2_jax._plan import Plan, make_plan
+from dion2_jax._sharding import counters_beside
 from dion2_jax._step import dion2_step
 from dion2_jax._trees import leaf_paths
 
@@ -172,7 +173,8 @@ def scale_by_dion2(
                 _zeros(p, jnp.float32, layout.other)
                 for p, layout in zip(leaves, layouts, strict=True)
             )
-        return ScaleByDion2State(jnp.zeros((), jnp.int32), treedef.unflatten(mu), nu)
+        count = counters_beside(leaves, jnp.zeros((), jnp.int32))
+        return ScaleByDion2State(count, treedef.unflatten(mu), nu)
 
     def update(updates, state, params=None, **extra_args):
         del extra_args

@@ -12,6 +12,7 @@ import argparse
 import functools
 import pathlib
 import sys
+import traceback
 
 from lm import data, flags, loggers, processes
 from lm.errors import RunError, UserError
@@ -34,17 +35,25 @@ def main(argv: list[str] | None = None) -> int:
         processes.emulate(args.devices)
         processes.join(args)
         return train(args, corpus)
-    except UserError as error:
-        if not error.told:
-            print(f"train_lm.py: error: {error}", file=sys.stderr)
-        return 2
-    except (
-        RunError,
-        OSError,
-    ) as error:  # OSError: a full disk, a folder that went away
-        if not getattr(error, "told", False):
-            sys.stderr.write(f"train_lm.py: {error}\n")  # whole, beside other threads
+    except Exception as error:
+        status = tell(error)
+        if args.distributed:
+            processes.leave(status, error)
+        return status
+
+
+def tell(error: Exception) -> int:
+    """What went wrong, on stderr, once; returns the exit status."""
+    if isinstance(error, UserError):
+        line, status = f"error: {error}", 2
+    elif isinstance(error, (RunError, OSError)):  # a full disk, a folder that went away
+        line, status = str(error), 1
+    else:
+        traceback.print_exception(error)
         return 1
+    if not getattr(error, "told", False):
+        sys.stderr.write(f"train_lm.py: {line}\n")  # whole, beside other threads
+    return status
 
 
 def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
@@ -108,8 +117,7 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
         )
         log.say(table)
         if args.resume and start < args.steps:
-            log.say(f"resumed from step {start}")
-            for line in folder.changes(out, args):
+            for line in folder.resumed(out, args, start):
                 log.say(line)
 
     window = args.seq_len + 1

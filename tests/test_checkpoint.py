@@ -18,6 +18,8 @@ import two_processes
 from helpers import dion2_state, with_dion2_state
 from small import assert_close, assert_sharded_alike, jitted, mesh_of, optimizer, place
 
+import dion2_jax
+
 sys.path.insert(0, str(two_processes.ROOT / "examples"))
 
 from lm.checkpoint import Checkpoints, damage  # noqa: E402
@@ -52,6 +54,37 @@ def test_restored_state_has_the_same_bits_shardings_and_next_step(tmp_path, axes
         found = update(grads, restored["state"], restored["params"])
         assert_same_bits(found, wanted)
         assert_sharded_alike(found, wanted)
+
+
+@pytest.mark.parametrize("axes", ["auto", "explicit"])
+def test_an_eager_init_is_restored_where_a_jitted_step_takes_it(tmp_path, axes):
+    """Orbax binds what it restores to its devices, so counters must be on all."""
+    mesh = mesh_of(axes)
+    params, grads = place(mesh, 0), place(mesh, 1)
+    tx = optimizer(params)
+    state = tx.init(params)
+    alone = dion2_jax.scale_by_dion2(param_shardings=params["w"].sharding)
+    for counters in (state, alone.init({"w": params["w"]})):
+        scalars = [x for x in jax.tree.leaves(counters) if not x.ndim]
+        assert scalars and all(len(x.sharding.device_set) == 2 for x in scalars)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", state)
+    restored = restore(tmp_path / "step", state)
+    update = jitted(tx.update)
+    wanted = update(grads, state, params)
+    assert_same_bits(update(grads, restored, params), wanted)
+
+
+def test_counters_stay_free_where_parameters_lie_apart():
+    """Bound to one of two places, they could not meet the other's parameters."""
+    mesh = mesh_of("auto")
+    whole, one = jnp.ones((8, 16)), jax.device_put(jnp.ones((8, 16)), jax.devices()[1])
+    split = place(mesh, 0)["w"]
+    for params in ({"w": split, "v": one}, {"w": whole}, {"v": one}):
+        tx = dion2_jax.dion2(0.1, param_shardings=dion2_jax.shardings_of(params))
+        state = tx.init(params)
+        scalars = [x for x in jax.tree.leaves(state) if not x.ndim]
+        assert scalars and not any(x.committed for x in scalars)
 
 
 def assert_same_bits(found, wanted):

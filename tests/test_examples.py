@@ -250,6 +250,8 @@ def test_changed_settings_are_told_from_config_json(tmp_path):
         "data: the default before, new.txt now",
         "lr: 0.01 before, 0.05 now",
     ]
+    assert folder.resumed(tmp_path, args, 8)[0] == "resumed from step 8"
+    assert "no whole checkpoint" in folder.resumed(tmp_path, args, 0)[0]
     (tmp_path / "config.json").write_text("{")
     (line,) = folder.changes(tmp_path, args)
     assert line.endswith("cannot be read: settings may differ")
@@ -451,12 +453,28 @@ def test_asked_to_stop_it_saves_first(number, start, tmp_path):
     out = tmp_path / "run"
     process = start(out, "--steps", "100000", "--checkpoint-every", "100000")
     wait_for_rows(out, 3, process)
+    with pytest.raises(UserError, match=f"another process is training in {out}"):
+        folder.prepare(out, args_of(out, "--resume"))
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 128 + number, stderr
     last = int(rows(out)[-1]["step"])
     assert f"stopped after step {last}, saved" in stdout
     assert checkpoint.steps_with_digest(out / "checkpoints") == [last]
+    assert checkpoint.damage(out / "checkpoints", last) is None
+
+
+def test_two_processes_asked_to_stop_twice_save_together(start, tmp_path):
+    out = tmp_path / "run"
+    sizes = "--processes 2 --devices 1 --layers 1 --width 16 --steps 100000"
+    process = start(out, *sizes.split(), "--checkpoint-every", "100000")
+    wait_for_rows(out, 3, process)
+    process.terminate()
+    process.terminate()
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    last = int(rows(out)[-1]["step"])
+    assert f"stopped after step {last}, saved" in stdout
     assert checkpoint.damage(out / "checkpoints", last) is None
 
 
@@ -537,6 +555,37 @@ def test_a_full_disk_leaves_the_older_checkpoints_whole(finished, run, tmp_path)
     ) in stderr, stderr
     assert [int(row["step"]) for row in rows(out)] == list(range(1, 19))
     assert checkpoint.newest_whole(out / "checkpoints", pytest.fail) == 12
+
+
+def test_what_a_crash_left_of_metrics_csv_is_dropped_and_told(capsys, tmp_path):
+    path, good = tmp_path / "metrics.csv", "1,8,5.0,,0.1,2\n"
+    header = ",".join(metrics.COLUMNS) + "\n"
+    path.write_bytes(f"{header}{good}2,16,4".encode() + b"\0\xff\xfe\n\0\0\xff")
+    (tmp_path / "stats.csv").write_text("step,of\n")
+    facts = dict(name="x", unigram_entropy=3.0)
+    args = args_of(tmp_path, "--resume")
+    begin = functools.partial(folder.begin, tmp_path, args, 3, facts)
+    log = metrics.Log(tmp_path, 3, 9, facts, begin)
+    log.step(4, 32, np.float32(3), None, np.float32(0.1), 2.0)
+    log.close()
+    assert path.read_text() == f"{header}{good}4,32,3.0,,0.1,2\n"
+    said = capsys.readouterr().out
+    assert (
+        said
+        == "warning: metrics.csv had 1 of the 3 steps before: the others are lost\n"
+    )
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_warning(capsys, tmp_path):
+    path, facts = tmp_path / "metrics.csv", dict(name="x", unigram_entropy=3.0)
+    path.write_text(",".join(metrics.COLUMNS) + "\n1,8,five,,0.1,2\n")
+    begin = functools.partial(metrics.MetricsFile, path, 1)
+    log = metrics.Log(tmp_path, 1, 9, facts, begin)
+    log.step(2, 16, np.float32(3), 3.0, np.float32(0.1), 2.0)
+    log.close()
+    assert (
+        "a picture could not be written: could not convert" in capsys.readouterr().out
+    )
 
 
 # What it refuses: one line, status 2
@@ -663,10 +712,40 @@ def args_of(out: pathlib.Path, *more: str):
     return flags.parse(["--out", str(out), *more])
 
 
-def test_a_run_begins_with_its_first_finished_step(tmp_path):
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_a_folder_is_one_process_s_until_that_is_killed(flag, tmp_path):
+    args = args_of(tmp_path, flag)
+    (tmp_path / "config.json").write_text("{}")
+    code = (
+        "import fcntl, os, sys, time\n"
+        "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="wait for its end, or stop it"):
+            folder.prepare(tmp_path, args)
+        other.kill()
+    assert folder.prepare(tmp_path, args) == 0
+    with pytest.raises(UserError, match="another process"):  # it is held now
+        folder.hold(tmp_path)
+
+
+def test_checkpoints_that_cannot_be_overwritten_end_the_run(tmp_path):
+    """Left there, a later --resume would take those of the run before."""
+    (tmp_path / "checkpoints").write_text("not a folder")
+    with pytest.raises(OSError):
+        folder.begin(tmp_path, args_of(tmp_path, "--overwrite"), 0, {})
+
+
+def test_a_run_begins_with_its_first_finished_step(tmp_path, monkeypatch):
     # Until then a corrected command finds nothing in its way, and nothing is lost.
     out, facts = tmp_path / "run", dict(name="x", unigram_entropy=3.0)
     args = args_of(out)
+    # Where the file system has no locks.
+    monkeypatch.setattr(folder, "hold", lambda out: None)
 
     def log_of(args):
         assert folder.prepare(out, args) == 0

@@ -104,6 +104,17 @@ def test_overwriting_a_run_takes_its_stats_away(tmp_path):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["config.json", "metrics.csv"]
 
 
+def test_a_resume_without_stats_drops_the_rows_that_it_goes_back_behind(tmp_path):
+    path = tmp_path / "stats.csv"
+    table = stats.StatsFile(path, 0)
+    for step in (2, 4, 6):
+        table.write(step, {"#0": dict.fromkeys(stats.NUMBERS, np.float32(0.5))})
+    table.close()
+    args = flags.parse(["--out", str(tmp_path), "--resume"])
+    folder.begin(tmp_path, args, 4, {}).close()
+    assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
+
+
 def test_the_table_has_every_number_of_a_report():
     params = {"w": np.ones((4, 6), np.float32)}
     state, measure = dion2_jax.scale_by_dion2().init(params), dion2_jax.stats()

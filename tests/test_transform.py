@@ -378,12 +378,7 @@ def test_case_22_bfloat16_state_keeps_dtype_and_sharding_and_is_donated(
             if x.ndim:
                 assert x.sharding.is_equivalent_to(at_first.sharding, x.ndim)
 
-    # An eager init leaves step counters on one device, as any Optax state does; their
-    # first move onto the mesh would be a second trace that says nothing about dtypes.
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    state = first = jax.tree.map(
-        lambda x: x if x.ndim else jax.device_put(x, everywhere), tx.init(params)
-    )
+    state = first = tx.init(params)  # eagerly
     assert dion2_state(state).mu["kernel"].dtype == (mu_dtype or jnp.bfloat16)
     for _ in range(3):
         given = jax.tree.leaves((params, state))

@@ -21,6 +21,7 @@ class StepFile:
     def __init__(self, path: pathlib.Path, columns: Sequence[str], resumed_step: int):
         """Opens `path`, cut back to the rows of steps 1 to `resumed_step`."""
         rows = _rows(path, len(columns), resumed_step)
+        self.kept = len(rows)
         beside = path.with_suffix(".csv.tmp")
         with open(beside, "w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([columns, *rows])
@@ -45,7 +46,7 @@ def _rows(path: pathlib.Path, columns: int, last_step: int) -> list[list[str]]:
     """Whole rows of `path` up to `last_step`; a row cut short by a kill is dropped."""
     if not last_step or not path.exists():
         return []
-    with open(path, newline="") as file:
+    with open(path, newline="", errors="replace") as file:  # what a crash left
         lines = file.read().split("\n")[1:-1]  # after the last newline: a torn row
     rows = [line.split(",") for line in lines]
     whole = [row for row in rows if len(row) == columns and row[0].isdigit()]

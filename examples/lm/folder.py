@@ -14,6 +14,7 @@ import sys
 from lm.checkpoint import clean, newest_whole
 from lm.errors import RunError, UserError
 from lm.metrics import MetricsFile
+from lm.stats import StatsFile
 
 # Flags that say where and how a run is started, not what it does.
 _OUTSIDE = {"given", "out", "resume", "overwrite", "devices", "processes"}
@@ -26,6 +27,7 @@ def prepare(out: pathlib.Path, args: argparse.Namespace) -> int:
     if args.resume:
         if not (out / "config.json").is_file():
             raise UserError(f"--resume: {out} holds no run (there is no config.json)")
+        hold(out)
         clean(checkpoints)
         return newest_whole(checkpoints, lambda line: print(line, file=sys.stderr))
     if _holds_run(out) and not args.overwrite:
@@ -37,7 +39,28 @@ def prepare(out: pathlib.Path, args: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be made ({error.strerror})") from None
+    hold(out)
     return 0
+
+
+def hold(out: pathlib.Path) -> None:
+    """Keeps every other process out of the folder until this one ends, in any way.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    try:
+        import fcntl
+
+        handle = os.open(out, os.O_RDONLY)  # the lock goes with the process
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(
+            f"another process is training in {out}: wait for its end, or stop it"
+        ) from None
+    except (ImportError, OSError):
+        pass  # this system, or this file system, has no locks
 
 
 def _holds_run(out: pathlib.Path) -> bool:
@@ -50,14 +73,26 @@ def begin(out: pathlib.Path, args: argparse.Namespace, start: int, facts: dict):
     What --overwrite replaces goes only now. Returns the MetricsFile, open.
     """
     if args.overwrite:
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        if (out / "checkpoints").exists():
+            shutil.rmtree(out / "checkpoints")
         for name in ("stats.csv", "slice_norms.png"):
             (out / name).unlink(missing_ok=True)
     elif not args.resume and (out / "config.json").exists():
         raise RunError(f"another run has begun in {out} since this one was started")
+    elif (out / "stats.csv").exists():  # though this run may not add to it
+        StatsFile(out / "stats.csv", start).close()
     rows = MetricsFile(out / "metrics.csv", start)
     write_config(out, args, **facts)
     return rows
+
+
+def resumed(out: pathlib.Path, args: argparse.Namespace, start: int) -> list[str]:
+    """Lines that say what is gone on with, and what is not as it was."""
+    if start:
+        first = f"resumed from step {start}"
+    else:
+        first = f"warning: {out} has no whole checkpoint: it begins again with step 1"
+    return [first, *changes(out, args)]
 
 
 def changes(out: pathlib.Path, args: argparse.Namespace) -> list[str]:

@@ -33,6 +33,9 @@ class Loop:
         """Trains to the last step, or until asked to stop; returns the exit status."""
         try:
             return self._run(state)
+        except OSError:  # of the log: a checkpoint on its way is not lost with it
+            self._settle()
+            raise
         finally:
             if self.log:
                 self.log.close()

@@ -90,6 +90,11 @@ class Log:
         if self._rows is None:
             self._rows = self._begin()
             self._others = [opener() for opener in self._openers]
+            if self._rows.kept < self._range[0]:
+                self.say(
+                    f"warning: metrics.csv had {self._rows.kept} of the "
+                    f"{self._range[0]} steps before: the others are lost"
+                )
         self._rows.write(step, tokens, loss, val_loss, learning_rate, round(speed))
         row = (tokens, loss, val_loss, learning_rate, speed)
         numbers = zip(COLUMNS[1:], row, strict=True)
@@ -160,5 +165,5 @@ class Log:
             if self._stats is not None:
                 png = self._out / "slice_norms.png"
                 stats_file.plot(self._out / "stats.csv", png, name)
-        except OSError as error:  # a picture is not worth a run
+        except Exception as error:  # a picture is not worth a run
             self.say(f"warning: a picture could not be written: {error}")

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -54,8 +55,19 @@ def alike():
     try:
         yield
     except (UserError, RunError) as error:
-        error.told = jax.process_index() > 0
+        error.shared, error.told = True, jax.process_index() > 0
         raise
+
+
+def leave(status: int, error: Exception) -> None:
+    """Ends this process at once where `error` is its own: the others do not know of it.
+
+    At its exit JAX would wait for them, minutes long, and they for it in a collective.
+    """
+    if not getattr(error, "shared", False):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def agree(find):
@@ -73,8 +85,9 @@ def agree(find):
     if jax.process_index() == 0:
         try:
             answer = {"value": find()}
-        except (UserError, RunError) as error:
-            answer = {"error": str(error)[:2000], "user": isinstance(error, UserError)}
+        except (UserError, RunError, OSError) as error:
+            # At most six bytes a character, where it is not ASCII.
+            answer = {"error": str(error)[:600], "user": isinstance(error, UserError)}
         text = json.dumps(answer).encode()
         said[: len(text)] = np.frombuffer(text, np.uint8)
     said = multihost_utils.broadcast_one_to_all(said)
@@ -89,7 +102,8 @@ def start_local(args: argparse.Namespace, command: list[str]) -> int:
 
     Process 0 writes to this terminal, the others only their errors. SIGTERM and Ctrl-C
     are handed on, so that the run saves first. Returns process 0's exit status, or that
-    of the first one to fail: the others are then stopped.
+    of the first one to fail: the others are then stopped. One that a signal killed is
+    told of, and has the status of a shell: 128 and the signal's number.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -114,11 +128,11 @@ def start_local(args: argparse.Namespace, command: list[str]) -> int:
     try:
         while all(process.poll() is None for process in running):
             time.sleep(0.1)
-        failed = [p.returncode for p in running if p.poll() not in (None, 0)]
+        failed = [_status(i, p) for i, p in enumerate(running) if p.poll()]
         deadline = time.monotonic() + (20 if failed else 600)
         for process in running:
             process.wait(max(0.0, deadline - time.monotonic()))
-        return failed[0] if failed else running[0].returncode
+        return failed[0] if failed else _status(0, running[0])
     except subprocess.TimeoutExpired:
         return failed[0] if failed else 1
     finally:
@@ -126,3 +140,15 @@ def start_local(args: argparse.Namespace, command: list[str]) -> int:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _status(number: int, process: subprocess.Popen) -> int:
+    """The exit status of one that has ended."""
+    if process.returncode >= 0:
+        return process.returncode
+    name = signal.Signals(-process.returncode).name
+    sys.stderr.write(
+        f"train_lm.py: process {number} was ended by {name}, and with it the run: go "
+        f"on with --resume\n"
+    )
+    return 128 - process.returncode
