@@ -118,7 +118,7 @@ def _all_to_all(buffer: jax.Array, exchange: Exchange) -> jax.Array:
     return lax.all_to_all(buffer, exchange.axes, 0, 0, tiled=True)
 
 
-def _piece(exchange: Exchange, slot: Slot, groups) -> tuple[int, int, int]:
+def _piece(exchange: Exchange, slot: Slot, groups) -> tuple[int, ...]:
     """What goes between two devices for a slot: `[repeat, k, c]`, if one shape fits."""
     blocks = {_block(groups[s.group], slot) for s in slot.segments}
     if len(blocks) > 1:
@@ -134,7 +134,7 @@ def _join(pieces: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([_sheet(x, axis) for x in pieces], axis=abs(axis))
 
 
-def _cut(buffer: jax.Array, shapes: list[tuple[int, int, int]]) -> list[jax.Array]:
+def _cut(buffer: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
     """The inverse of `_join`, for pieces of these shapes `(repeat, k, c)`."""
     if len(shapes) == 1:
         return [buffer]
@@ -149,7 +149,7 @@ def _cut(buffer: jax.Array, shapes: list[tuple[int, int, int]]) -> list[jax.Arra
     return pieces
 
 
-def _seam(shapes: list[tuple[int, int, int]]) -> int:
+def _seam(shapes: list[tuple[int, ...]]) -> int:
     """Where pieces `(repeat, k, c)` are joined: 1 below each other, 2 beside; -1 flat.
 
     A TPU copies whatever is flattened, so only what lines up nowhere is.

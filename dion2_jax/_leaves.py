@@ -69,11 +69,12 @@ def shardings_of(params):
 
     Returns:
         The same tree of `jax.sharding.NamedSharding`, None for an array on one device
-        or of NumPy.
+        or of NumPy, and for a `jax.ShapeDtypeStruct` that was made without a sharding,
+        as by `jax.eval_shape` on Auto axes.
 
     Raises:
         ValueError: a leaf is sharded, but not by a NamedSharding.
-        TypeError: a leaf has no sharding, or is a tracer.
+        TypeError: a leaf is no array, or a tracer.
 
     Examples:
         >>> import jax.numpy as jnp

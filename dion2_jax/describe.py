@@ -112,7 +112,7 @@ def describe(params, fraction: float = 0.25, **arguments) -> Description:
         entries = resolve_entries(
             "weight_dimension_numbers", given_rule, params, is_dimensions
         )
-        ruled = [(e, "given" if e else "not given") for e in entries]
+        ruled = [(e, "given" if e else "given as None") for e in entries]
     shardings = given["param_shardings"]
     if shardings is None:
         shardings = shardings_of(params)

@@ -464,6 +464,7 @@ def test_asked_to_stop_it_saves_first(number, start, tmp_path):
     assert checkpoint.damage(out / "checkpoints", last) is None
 
 
+@pytest.mark.slow
 def test_two_processes_asked_to_stop_twice_save_together(start, tmp_path):
     out = tmp_path / "run"
     sizes = "--processes 2 --devices 1 --layers 1 --width 16 --steps 100000"
