@@ -73,7 +73,7 @@ LAYOUTS = {
         NEURONS | GLOBAL,
     ),
     "heads in the output, inner axis sharded, exact, rounds": (
-        *((2, 2, 2), [(3, (16, 4, 8), ("a", "b", "c"), (0, (1, 2)))]),
+        *((2, 2, 2), [(3, (16, 6, 8), ("a", "b", "c"), (0, (1, 2)))]),
         dict(score="l2", max_exchange_bytes=64, **GLOBAL),
     ),
     "neurons across the reduction's devices": (
