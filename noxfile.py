@@ -46,8 +46,9 @@ def newest(session):
 @nox.session(python="3.13", default=False)
 def sample(session):
     """A few of those tests in a minute, with no more installed than they need."""
-    session.install("--upgrade", ".", "hypothesis", "pytest", "pytest-timeout")
-    session.run("pytest", *session.posargs, *SAMPLE)
+    needed = "hypothesis", "pytest", "pytest-timeout", "pytest-xdist"
+    session.install("--upgrade", ".", *needed)
+    session.run("pytest", "-n", "2", *session.posargs, *SAMPLE)
 
 
 @nox.session(default=False)
