@@ -5,6 +5,7 @@ are, and nothing is computed where they are not called.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -223,9 +224,7 @@ def _at(tree, paths) -> list:
 
 def _no_waits(layout: Layout, x) -> jax.Array:
     """int32[M, n] of zeros for one leaf or block, on all devices of its mesh."""
-    size = lambda axes: functools.reduce(  # noqa: E731
-        lambda n, a: n * layout.shape[a], axes, 1
-    )
+    size = lambda axes: math.prod(layout.shape[a] for a in axes)  # noqa: E731
     n = size(layout.select)
     if layout.block and layout.select_is_output:
         n = layout.block[1]

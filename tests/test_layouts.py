@@ -174,15 +174,20 @@ def kinds_of_axes():
             yield name, "explicit"
 
 
-@pytest.mark.parametrize("name, kind", [*kinds_of_axes()])
-def test_layout_equals_the_oracle(name, kind):
-    sizes, described, arguments = LAYOUTS[name]
-    mesh = make_mesh(sizes, kind)
-    leaves = {
+def leaves_of(described) -> dict[str, tuple]:
+    """(shape, spec, axes) of every leaf of a row of `LAYOUTS`."""
+    return {
         f"{g}-{i}": (shape, spec, axes)
         for g, (count, shape, spec, axes) in enumerate(described)
         for i in range(count)
     }
+
+
+@pytest.mark.parametrize("name, kind", [*kinds_of_axes()])
+def test_layout_equals_the_oracle(name, kind):
+    sizes, described, arguments = LAYOUTS[name]
+    mesh = make_mesh(sizes, kind)
+    leaves = leaves_of(described)
     rng = np.random.default_rng(0)
     raw = [
         {w: rng.normal(size=x[0]).astype(np.float32) for w, x in leaves.items()}

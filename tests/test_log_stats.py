@@ -235,7 +235,6 @@ def test_tensorboard_gets_every_number(monkeypatch, tmp_path):
 
 
 def test_the_real_tensorboardx_writes_an_event_file(tmp_path):
-    pytest.importorskip("tensorboardX")
     log_one_step(tmp_path / "run", "--tensorboard")
     (file,) = (tmp_path / "run" / "tensorboard").iterdir()
     content = file.read_bytes()

@@ -12,7 +12,7 @@ from helpers import dion2_state, make_mesh, needed_shardings, normal, place
 from optax.contrib import MuonDimensionNumbers
 from reference import axis_groups, from_matrices, to_matrices
 from reference import step as reference_step
-from test_layouts import LAYOUTS, OF_THE_ORACLE, shards
+from test_layouts import LAYOUTS, OF_THE_ORACLE, leaves_of, shards
 
 import dion2_jax
 from dion2_jax._measure import _error
@@ -88,11 +88,7 @@ def test_every_layout_equals_numpy(name):
     kind = CHOSEN[name]
     sizes, described, arguments = LAYOUTS[name]
     mesh = make_mesh(sizes, kind)
-    leaves = {
-        f"{g}-{i}": (shape, spec, axes)
-        for g, (count, shape, spec, axes) in enumerate(described)
-        for i in range(count)
-    }
+    leaves = leaves_of(described)
     splits = arguments.get("weight_splits")
     on_mesh = lambda tree: {  # noqa: E731
         w: place(np.float32(x), mesh, leaves[w][1]) for w, x in tree.items()
