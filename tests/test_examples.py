@@ -1,6 +1,7 @@
 """The main job, examples/train_lm.py: what it writes, resumes, survives and refuses."""
 
 import csv
+import errno
 import functools
 import json
 import math
@@ -79,8 +80,8 @@ def start(tmp_path_factory, text):
 def run(start):
     """Runs train_lm.py to its end; returns (stdout, stderr)."""
 
-    def run(out, *flags, status=0, under=()) -> tuple[str, str]:
-        process = start(out, *flags, under=under)
+    def run(out, *flags, status=0, **how) -> tuple[str, str]:
+        process = start(out, *flags, **how)
         stdout, stderr = process.communicate(timeout=300)
         assert process.returncode == status, (process.returncode, stdout, stderr)
         return stdout, stderr
@@ -535,10 +536,11 @@ def test_a_gradient_that_stays_bad_ends_the_run_with_a_line(run, tmp_path):
 
 
 def test_a_full_disk_leaves_the_older_checkpoints_whole(finished, run, tmp_path):
-    # No file may pass 100 kB: a checkpoint does not fit, the log does.
+    # No file may pass 20 kB. The log stays below; a picture and the 70 kB that name the
+    # pieces of a checkpoint do not, however TensorStore shares the rest among files.
     limited = (
         "import os, resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     out = copy(finished[0], tmp_path)
@@ -547,7 +549,10 @@ def test_a_full_disk_leaves_the_older_checkpoints_whole(finished, run, tmp_path)
         *("--resume", "--steps", "18", "--decay", "6"),
         status=1,
         under=(sys.executable, "-c", limited),
+        # The compiled code that is shared would be cut off as well.
+        environment={"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "1000000000"},
     )
+    assert "warning: a picture could not be written" in stdout
     assert "warning: the checkpoint of step 16 could not be written" in stdout
     # TensorStore's own threads may print traces beside it, even on its line.
     assert (
@@ -556,6 +561,21 @@ def test_a_full_disk_leaves_the_older_checkpoints_whole(finished, run, tmp_path)
     ) in stderr, stderr
     assert [int(row["step"]) for row in rows(out)] == list(range(1, 19))
     assert checkpoint.newest_whole(out / "checkpoints", pytest.fail) == 12
+
+
+def test_a_failed_save_is_told_though_what_it_left_cannot_be_removed(
+    tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")  # others write there still
+
+    monkeypatch.setattr(checkpoint, "write_digest", fail)
+    monkeypatch.setattr(checkpoint, "clean", fail)
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
+    checkpoints.save(3, {"x": jax.numpy.zeros(2)})
+    with pytest.raises(checkpoint.CheckpointError, match="step 3 could not be written"):
+        checkpoints.wait()
+    checkpoints.close()
 
 
 def test_what_a_crash_left_of_metrics_csv_is_dropped_and_told(capsys, tmp_path):
