@@ -114,6 +114,15 @@ def count(text: str) -> Cost:
     return Cost(tuple(lines), tuple(counter.unknown))
 
 
+def by_instruction(module: Module) -> dict[str, list[Line]]:
+    """Of each instruction of the program itself, loops with all their runs."""
+    counter = _Counter(module)
+    return {
+        name: counter.instruction(module.entry, one)
+        for name, one in module.entry.instructions.items()
+    }
+
+
 class _Counter:
     def __init__(self, module: Module):
         self.module = module
@@ -178,8 +187,8 @@ class _Counter:
         results = list(one.arrays)
         if one.opcode == "collective-permute-start":
             results = results[1:2]
-        elif one.opcode == "all-gather-start":
-            results = results[len(one.operands) :]
+        elif one.opcode in ("all-gather-start", "all-to-all-start"):
+            results = results[len(one.operands) : 2 * len(one.operands)]
         wire = sum(a.bytes for a in results) * WIRE_PASSES[kind]
         hbm = sum(read_whole(inside, o) for o in unique(one.operands))
         hbm += sum(a.hbm_bytes for a in results)

@@ -33,6 +33,7 @@ if "jax" not in sys.modules:
 import jax  # noqa: E402
 import optax  # noqa: E402
 from hlo_cost import Cost, count  # noqa: E402
+from hlo_overlap import exchanges  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from models import MODELS, abstract_params, state_shardings  # noqa: E402
 
@@ -91,6 +92,19 @@ class Measured:
             + self.cost.wire_bytes / chip.wire
         )
 
+    def hidden_seconds(self, chip: Chip) -> float:
+        """Of the interconnect's time, what other work runs beside.
+
+        At most: the chip computes on while links and HBM serve the exchange.
+        """
+        hidden = 0.0
+        for one in exchanges(self.text):
+            flops = sum(line.flops for line in one.beside)
+            hbm = sum(line.hbm_bytes for line in one.beside)
+            beside = flops / chip.flops + hbm / chip.hbm
+            hidden += min(one.wire_bytes / chip.wire, beside)
+        return hidden
+
     def row(self, chip: Chip) -> dict:
         return {
             "flops": self.cost.flops,
@@ -102,6 +116,7 @@ class Measured:
             "temp_bytes": self.temp_bytes,
             "compile_cpu_seconds": round(self.compile_cpu_seconds, 2),
             "modelled_seconds": self.seconds(chip),
+            "hidden_seconds": self.hidden_seconds(chip),
             "unknown": list(self.cost.unknown),
         }
 
@@ -134,7 +149,7 @@ def matrices(params):
     )
 
 
-def measure(transformation, params) -> Measured:
+def measure(transformation, params, compiler_options=()) -> Measured:
     """Compiles one step for the topology that `params` lie on, and counts it."""
     state = jax.eval_shape(transformation.init, params)
     state = jax.tree.map(
@@ -152,7 +167,8 @@ def measure(transformation, params) -> Measured:
 
     jitted = jax.jit(step, donate_argnums=(0, 2), out_shardings=placed)
     before = time.process_time()
-    compiled = jitted.lower(params, params, state).compile()
+    lowered = jitted.lower(params, params, state)
+    compiled = lowered.compile(compiler_options=dict(compiler_options))
     spent = time.process_time() - before
     text = compiled.as_text()
     totals = compiled.cost_analysis() or {}
@@ -241,6 +257,9 @@ def print_table(rows: dict[str, dict], floor: dict | None, target: tuple | None)
     for name, row in rows.items():
         for kind, found in row["collectives"].items():
             print(f"{name}: {found['count']} {kind}, {found['bytes']:.3e} bytes")
+        if row["hidden_seconds"]:
+            hidden = row["hidden_seconds"] * 1e3
+            print(f"{name}: {hidden:.3f} ms of interconnect time beside other work")
         for doubt in row["unknown"]:
             print(f"{name}: not counted: {doubt}")
 
@@ -300,6 +319,14 @@ def arguments(argv=None):
     add("--fraction", type=float, default=0.25, help="share of slices selected")
     add("--select-axis", default="sharded", help="sharded, shorter, output, reduction")
     add("--ns-method", default="direct", help="direct, gram, auto")
+    add(
+        "--compiler-option",
+        action="append",
+        default=[],
+        type=lambda text: text.partition("=")[::2],
+        metavar="NAME=VALUE",
+        help="of XLA, such as xla_tpu_enable_async_all_to_all=true; may be repeated",
+    )
     add("--peers", action="store_true", help="compile muon and adamw as well")
     add("--largest", type=int, default=0, help="print the N largest instructions")
     add("--text", default="", help="write the optimizer's compiled text to this file")
@@ -327,7 +354,7 @@ def main(argv=None):
             select_axis=args.select_axis,
             ns_method=args.ns_method,
         )
-        measured[name] = measure(tx, params)
+        measured[name] = measure(tx, params, args.compiler_option)
     rows = {name: one.row(chip) for name, one in measured.items()}
     is_dion = args.optimizer.startswith("dion")
     floor = floors(params, args.fraction, args.select_axis) if is_dion else None

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import hlo_cost  # noqa: E402
+import hlo_overlap  # noqa: E402
 import hlo_text  # noqa: E402
 import models  # noqa: E402
 import pod  # noqa: E402
@@ -31,10 +32,10 @@ F = "f32[8,128]{1,0:T(8,128)}"  # 4096 bytes in HBM
 V = "f32[8,128]{1,0:T(8,128)S(1)}"  # 4096 bytes on the chip
 
 
-def count(entry: str, *computations: str) -> hlo_cost.Cost:
-    """Counts a program whose entry holds these lines; %p, %q in HBM, %v on the chip."""
+def program(entry: str, *computations: str) -> str:
+    """A program whose entry holds these lines; %p, %q in HBM, %v on the chip."""
     text = "\n".join(computations)
-    text += f"""
+    return f"""{text}
 ENTRY %main (p: f32[8,128], q: f32[8,128], v: f32[8,128]) -> f32[8,128] {{
   %p = {F} parameter(0)
   %q = {F} parameter(1)
@@ -42,7 +43,10 @@ ENTRY %main (p: f32[8,128], q: f32[8,128], v: f32[8,128]) -> f32[8,128] {{
   {entry.strip()}
 }}
 """
-    return hlo_cost.count(text)
+
+
+def count(entry: str, *computations: str) -> hlo_cost.Cost:
+    return hlo_cost.count(program(entry, *computations))
 
 
 # (what, lines of the entry, computations, HBM bytes by hand)
@@ -259,6 +263,36 @@ def test_asynchronous_collective_of_a_tpu_counts_once():
     found = count(entry, CHAIN)
     assert found.collectives == {"all-gather": {"count": 1, "bytes": 16384}}
     assert found.hbm_bytes == 16384 + 2 * 4096  # gathered once; work beside it
+
+
+STARTED = f"(({F}), {F}, u32[], u32[]) all-to-all-start"
+WORK = f"""
+  %a = {STARTED}(%p), {GROUPS}
+  %x = {F} add(%q, %q)
+  %b = {STARTED}(%q), {GROUPS}
+  %y = {F} multiply(%p, %q)
+  %m = {F} all-to-all-done(%a)
+  %z = {F} negate(%y)
+  %n = {F} all-to-all-done(%b)
+  %s = {F} all-to-all(%n), {GROUPS}
+  ROOT %r = {F} add(%s, %z)"""
+
+
+def test_what_runs_beside_exchanges():
+    """Only what stands between a start and its end, and once; no other exchange."""
+    assert count(WORK).collectives == {"all-to-all": {"count": 3, "bytes": 3 * 4096}}
+    # Whole operand read, whole result written, at the start alone.
+    by_hand = 3 * 2 * 4096 + (2 + 3 + 2 + 3) * 4096
+    assert count(WORK).hbm_bytes == by_hand
+    beside = {
+        one.name: ([line.name for line in one.beside], one.wire_bytes)
+        for one in hlo_overlap.exchanges(program(WORK))
+    }
+    assert beside == {"a": (["x", "y"], 4096), "b": (["z"], 4096), "s": ([], 4096)}
+    step = pod.Measured(count(WORK), 0, 0, 0, 0, program(WORK))
+    chip = pod.Chip(flops=1024, hbm=math.inf, wire=1024)  # a second an operation: 1, 4
+    assert step.seconds(chip) == 4 + 3 * 4
+    assert step.hidden_seconds(chip) == 2 + 1
 
 
 def test_fused_reduce_scatter_counts_its_share():
@@ -518,3 +552,15 @@ def test_dion2_on_a_tpu_topology_sends_what_was_selected():
     assert floor["flops"] < found["flops"] < 1.02 * (floor["flops"] + dense)
     assert floor["hbm_bytes"] < found["hbm_bytes"] < 1.5 * floor["hbm_bytes"]
     assert found["unknown"] == []
+
+
+@needs_libtpu
+def test_an_option_of_the_compiler_lets_other_work_run_beside_exchanges():
+    """The figures stay; some of the interconnect's time is hidden."""
+    small = "--topology v5e:2x2 --mesh fsdp=4 --layers 1 --json"
+    plain = json.loads(run(small))["dion2"]
+    flag = "--compiler-option xla_tpu_enable_async_all_to_all=true"
+    found = json.loads(run(f"{small} {flag}"))["dion2"]
+    assert plain["hidden_seconds"] == 0
+    assert found["collectives"] == plain["collectives"]
+    assert 0 < found["hidden_seconds"] < found["wire_bytes"] / 100e9
