@@ -12,9 +12,9 @@ from dion2_jax._orthogonalize import (
     gram_restarts,
     newton_schulz_table,
     ns_flops,
-    symmetric_share,
 )
 from dion2_jax._selection import SCORES
+from dion2_jax._symmetric import summed
 
 FLOAT32 = 4
 
@@ -55,8 +55,7 @@ class Options:
             width = len(self.table) * self.dtype.itemsize
         else:
             width = (1 + gram_restarts(self.table)) * FLOAT32
-        summed = shape[0] ** 2 * symmetric_share(shape[0])
-        return int(summed * width) + 3 * FLOAT32
+        return summed(shape[0]) * width + 3 * FLOAT32
 
     def _iterations(self, team: int) -> dict[str, Any]:
         return dict(

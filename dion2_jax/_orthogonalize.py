@@ -6,7 +6,6 @@ columns `[..., r, c/t]`: `combine` then sums over the team what runs over column
 """
 
 import functools
-import itertools
 import numbers
 from collections.abc import Callable, Sequence
 
@@ -16,11 +15,9 @@ import numpy as np
 from jax import lax
 
 from dion2_jax._arguments import LARGEST, check_int, shown
+from dion2_jax._symmetric import computed, symmetric_product
 
 Row = tuple[float, float, float]
-
-# Rows and columns of a matrix unit: smaller blocks would not be computed faster.
-TILE = 128
 
 COEFFS: dict[str, tuple[Row, ...]] = {
     # Amsel, Persson, Musco, Gower: The Polar Express, 2025, arXiv:2505.16932; five
@@ -146,9 +143,8 @@ def orthogonalize(
     Returns:
         `[..., r, c]` in the dtype of `x`.
     """
-    combine = combine or (lambda partial: partial)
     iterate = {"direct": _direct, "gram": _gram}[method]
-    scale, norm = _scale_and_norm(x, combine)
+    scale, norm = _scale_and_norm(x, combine or (lambda partial: partial))
     denominator = norm_scale * norm + jnp.asarray(eps, jnp.float32) * scale
     denominator = jnp.where(denominator == 0, 1, denominator)[..., None, None]
     return iterate(
@@ -180,8 +176,8 @@ def _direct(x, denominator, table, combine) -> jax.Array:
 
     def step(x, row):
         a, b, c = row
-        gram = _symmetric(_matmul, x, x.mT, combine, dtype)
-        poly = (b * gram + c * _symmetric(_matmul, gram, gram)).astype(dtype)
+        gram = symmetric_product(_matmul, x, x.mT, combine, dtype)
+        poly = (b * gram + c * symmetric_product(_matmul, gram, gram)).astype(dtype)
         return (a * x + _matmul(poly, x)).astype(dtype), None
 
     x = (x / denominator).astype(dtype)
@@ -214,7 +210,7 @@ def _gram(x, denominator, table, combine) -> jax.Array:
 
     for segment in _segments(table):
         rows = jnp.asarray(segment, jnp.float32)
-        gram = _symmetric(_matmul, x, x.mT, combine) / denominator / denominator
+        gram = symmetric_product(_matmul, x, x.mT, combine) / denominator / denominator
         factor = polynomial(gram, rows[0])
         factors = lax.scan(step, (gram, factor, factor), rows[1:])[0][2] / denominator
         # P reaches 1000: rounded to bfloat16 it would drown the large singular vectors.
@@ -243,51 +239,6 @@ def _segments(table) -> list[tuple[Row, ...]]:
 def gram_restarts(table: Sequence[Row]) -> int:
     """How often "gram" reads X again in between: 0 for five iterations of a preset."""
     return len(_segments(table)) - 1
-
-
-def symmetric_blocks(r: int) -> int:
-    """In how many column blocks a symmetric `[r, r]` product is computed."""
-    return next((b for b in (4, 2) if r % (b * TILE) == 0), 1)
-
-
-def _symmetric(product, x, y, combine=lambda x: x, dtype=jnp.float32) -> jax.Array:
-    """`x y`, known to be symmetric: of every column block the rows from its diagonal.
-
-    Args:
-        product: of two matrices.
-        x, y: `[..., r, c]` and `[..., c, r]`.
-        combine: sums what is computed over a team.
-        dtype: of the result, and of what is summed.
-    """
-    r = x.shape[-2]
-    blocks = symmetric_blocks(r)
-    if blocks == 1:
-        return combine(product(x, y).astype(dtype))
-    size = r // blocks
-    columns = [
-        product(x[..., i * size :, :], y[..., i * size : (i + 1) * size])
-        for i in range(blocks)
-    ]
-    sent = combine(jnp.concatenate(columns, axis=-2).astype(dtype))
-    heights = [r - i * size for i in range(blocks)]
-    columns = jnp.split(sent, list(itertools.accumulate(heights[:-1])), axis=-2)
-    lower = jnp.concatenate([_from_above(column, r) for column in columns], axis=-1)
-    block = np.arange(r) // size
-    whole = jnp.where(block[:, None] >= block, lower, lower.mT)
-    # Fused with what uses it, XLA's TPU compiler takes three times as long.
-    return lax.optimization_barrier(whole)
-
-
-def _from_above(column, r: int) -> jax.Array:
-    """`[..., h, size]` filled up with zeros above, to `[..., r, size]`."""
-    missing = r - column.shape[-2]
-    return jnp.pad(column, ((0, 0),) * (column.ndim - 2) + ((missing, 0), (0, 0)))
-
-
-def symmetric_share(r: int) -> float:
-    """The share of a symmetric `[r, r]` product that is computed, and summed."""
-    blocks = symmetric_blocks(r)
-    return (blocks + 1) / (2 * blocks)
 
 
 def _matmul(x, y) -> jax.Array:
@@ -323,7 +274,7 @@ def ns_flops(
     to "gram" alone.
     """
     exact = dtype == jnp.float32
-    half = symmetric_share(r)
+    half = computed(r)
     long, short = 2.0 * r * r * c / team, 2.0 * r**3
     if method == "direct":
         return (6 if exact else 1) * steps * ((1 + half) * long + half * short)

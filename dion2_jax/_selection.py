@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 SCORES = ("l1", "l2", "random")
+LANES = 128  # of a TPU's registers and tiles
 
 
 def slice_count(fraction: float, n: int) -> int:
@@ -88,10 +89,15 @@ def one_hot(index: jax.Array, valid: jax.Array | None, n: int, dtype) -> jax.Arr
 def gather(x: jax.Array, index: jax.Array | None, valid: jax.Array | None) -> jax.Array:
     """`[N, k, c]`: the selected slices of `[N, n, c]`; zero where not valid.
 
-    No index: all slices.
+    No index: all slices. Slices shorter than a TPU's lanes usually lie along the minor
+    axis of their leaf, and a gather would copy the leaf, transposed and padded to 128:
+    bfloat16 ones are multiplied by a one-hot matrix instead, exactly.
     """
     if index is None:
         return x
+    if x.dtype == jnp.bfloat16 and x.shape[2] < LANES:
+        hot = one_hot(index, valid, x.shape[1], x.dtype)
+        return jnp.einsum("nsk,nsc->nkc", hot, x)
     picked = jnp.take_along_axis(x, index[:, :, None], axis=1)
     return picked if valid is None else jnp.where(valid[:, :, None], picked, 0)
 

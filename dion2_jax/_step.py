@@ -55,10 +55,14 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
     stacks = []
     for group, chosen in zip(plan.groups, selected, strict=True):
         picked = [
-            gather(matrices_of(momenta[m.leaf], plan.layout(m)), index, valid)
+            gather(
+                matrices_of(momenta[m.leaf], plan.layout(m)).astype(options.dtype),
+                index,
+                valid,
+            )
             for m, index, valid in by_member(group, chosen.index, chosen.valid)
         ]
-        stacks.append(jnp.concatenate([p.astype(options.dtype) for p in picked]))
+        stacks.append(jnp.concatenate(picked))
 
     home: dict[int, list] = {g: [] for g in range(len(plan.groups))}
     for exchange in plan.exchanges:

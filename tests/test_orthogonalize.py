@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dion2_jax import _orthogonalize
+from dion2_jax import _orthogonalize, _symmetric
 from dion2_jax._orthogonalize import (
     COEFFS,
     cheaper_method,
@@ -17,8 +17,8 @@ from dion2_jax._orthogonalize import (
     newton_schulz_table,
     ns_flops,
     orthogonalize,
-    symmetric_blocks,
 )
+from dion2_jax._symmetric import column_blocks, summed
 
 _path = pathlib.Path(__file__).parents[1] / "benchmarks" / "ns_accuracy.py"
 _spec = importlib.util.spec_from_file_location("ns_accuracy", _path)
@@ -261,13 +261,43 @@ def test_blocks_of_symmetric_products_change_rounding_alone(method, monkeypatch)
     run = lambda: orthogonalize(  # noqa: E731
         x, table=COEFFS["classic"], norm_scale=1.0, eps=1e-8, method=method
     )
-    assert symmetric_blocks(256) == 2
+    assert column_blocks(256) == 2
     blocks = np.asarray(run())
-    monkeypatch.setattr(_orthogonalize, "symmetric_blocks", lambda r: 1)
+    monkeypatch.setattr(_symmetric, "column_blocks", lambda r: 1)
     whole = np.asarray(run())
     # The Gram iteration squares the condition number: 50 times the rounding of 6e-8.
     assert np.linalg.norm(blocks - whole) <= 1e-4 * np.linalg.norm(whole)
     assert (blocks != 0).all()
+
+
+@pytest.mark.parametrize("r", (12, 256, 512))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_team_sums_half_of_a_symmetric_product(dtype, r):
+    t, c, sent = 3, 12, []
+
+    def combine(partial):
+        sent.append(partial.size)
+        assert partial.dtype == dtype
+        return jax.lax.psum(partial, "team")
+
+    def product(x, combine=None):
+        return _symmetric.symmetric_product(
+            _orthogonalize._matmul, x, x.mT, combine, dtype
+        )
+
+    x = jax.random.normal(jax.random.key(r), (r, t * c), dtype)
+    parts = jnp.stack(jnp.split(x, t, axis=1))
+    found = jax.vmap(lambda part: product(part, combine), axis_name="team")(parts)
+    wide = np.asarray(x, np.float64)
+    wanted = wide @ wide.T
+    # Each of the three parts is rounded to dtype, and their sum twice; sums of 36
+    # products of numbers of size 1, of at most 100.
+    rounding = 5 * 100 * float(jnp.finfo(dtype).eps)
+    assert np.abs(wanted).max() < 100
+    for device in np.asarray(found, np.float64):
+        assert np.abs(device - wanted).max() < rounding
+        assert (device == np.asarray(found, np.float64)[0]).all()
+    assert sent == [summed(r)] == [r * r if r == 12 else r * (r + 1) // 2]
 
 
 def test_auto_takes_the_cheaper_and_in_float32_the_more_accurate():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dion2_jax._selection import (
+    LANES,
     ascending,
     gather,
     random_scores,
@@ -85,8 +86,24 @@ def test_scatter_puts_back_what_gather_took(dtype):
     assert (gather(dense, index, None) == picked).all()
 
 
-def test_slices_that_are_not_valid_stay_zero():
-    x = jnp.arange(1.0, 13).reshape(1, 4, 3)
+@pytest.mark.parametrize("c", [LANES - 1, LANES])
+def test_narrow_bfloat16_slices_are_gathered_by_a_product_exactly(c):
+    bits = jax.random.bits(jax.random.key(0), (2, 9, c), jnp.uint16)
+    x = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)  # every exponent there is
+    # A matrix unit takes subnormal numbers for zero.
+    normal = jnp.isfinite(x) & (jnp.abs(x) >= jnp.finfo(jnp.bfloat16).tiny)
+    x = jnp.where(normal, x, 0)
+    index = jnp.asarray([[8, 0, 3], [1, 2, 7]])
+    picked = gather(x, index, None)
+    assert picked.dtype == x.dtype
+    assert (picked == jnp.take_along_axis(x, index[:, :, None], axis=1)).all()
+    products = str(jax.make_jaxpr(gather, static_argnums=2)(x, index, None))
+    assert ("dot_general" in products) == (c < LANES)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_slices_that_are_not_valid_stay_zero(dtype):
+    x = jnp.arange(1.0, 13).reshape(1, 4, 3).astype(dtype)
     index, valid = jnp.asarray([[2, 0]]), jnp.asarray([[True, False]])
     picked = gather(x, index, valid)
     assert picked.tolist() == [[[7, 8, 9], [0, 0, 0]]]
