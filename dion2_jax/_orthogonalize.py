@@ -6,6 +6,7 @@ columns `[..., r, c/t]`: `combine` then sums over the team what runs over column
 """
 
 import functools
+import math
 import numbers
 from collections.abc import Callable, Sequence
 
@@ -49,6 +50,10 @@ _NORM_SCALE = {"polar_express": 1.02}
 # the product of the coefficients a, until X is read again. 421 is what the first four
 # of Polar Express make: all presets of five iterations start from X only once.
 _GROWTH = 512.0
+
+# Bytes of the matrices that are iterated on together. A v5e holds 128 MiB on the chip,
+# for operands, results and float32 sums.
+ON_CHIP = 16 * 2**20
 
 
 def newton_schulz_table(
@@ -144,12 +149,30 @@ def orthogonalize(
         `[..., r, c]` in the dtype of `x`.
     """
     iterate = {"direct": _direct, "gram": _gram}[method]
-    scale, norm = _scale_and_norm(x, combine or (lambda partial: partial))
-    denominator = norm_scale * norm + jnp.asarray(eps, jnp.float32) * scale
-    denominator = jnp.where(denominator == 0, 1, denominator)[..., None, None]
-    return iterate(
-        x * scale[..., None, None].astype(x.dtype), denominator, table, combine
-    )
+
+    def some(x):
+        scale, norm = _scale_and_norm(x, combine or (lambda partial: partial))
+        denominator = norm_scale * norm + jnp.asarray(eps, jnp.float32) * scale
+        denominator = jnp.where(denominator == 0, 1, denominator)[..., None, None]
+        x = x * scale[..., None, None].astype(x.dtype)
+        return iterate(x, denominator, table, combine)
+
+    together = at_once(x.shape, x.dtype)
+    if together >= math.prod(x.shape[:-2]):
+        return some(x)
+    return lax.map(some, x.reshape(-1, together, *x.shape[-2:])).reshape(x.shape)
+
+
+def at_once(shape: tuple[int, ...], dtype) -> int:
+    """How many of the matrices `[..., r, c]` are iterated on together.
+
+    As many as stay on a chip between two products: more would be written to HBM and
+    read again at every one.
+    """
+    *batch, r, c = shape
+    count = math.prod(batch)
+    fit = ON_CHIP // max(1, r * c * dtype.itemsize)
+    return next((n for n in range(min(count, fit), 1, -1) if count % n == 0), 1)
 
 
 def _scale_and_norm(x, combine) -> tuple[jax.Array, jax.Array]:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from dion2_jax import _orthogonalize, _symmetric
 from dion2_jax._orthogonalize import (
     COEFFS,
+    at_once,
     cheaper_method,
     gram_restarts,
     newton_schulz_table,
@@ -298,6 +299,47 @@ def test_a_team_sums_half_of_a_symmetric_product(dtype, r):
         assert np.abs(device - wanted).max() < rounding
         assert (device == np.asarray(found, np.float64)[0]).all()
     assert sent == [summed(r)] == [r * r if r == 12 else r * (r + 1) // 2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_matrices_in_turns_change_nothing(method, monkeypatch):
+    """More matrices than stay on a chip, in a team of two, go one pair at a time."""
+    x = jax.random.normal(jax.random.key(0), (2, 3, 2, 8, 20))  # team, batch, r, c/2
+
+    def run():
+        one = lambda x: orthogonalize(  # noqa: E731
+            x,
+            table=COEFFS["classic"],
+            norm_scale=1.0,
+            eps=1e-8,
+            method=method,
+            combine=lambda partial: jax.lax.psum(partial, "team"),
+        )
+        of_team = jax.vmap(one, axis_name="team")
+        return of_team(x), str(jax.make_jaxpr(of_team)(x))
+
+    together, text = run()
+    assert "length=6" not in text and "length=3" not in text
+    monkeypatch.setattr(_orthogonalize, "ON_CHIP", 2 * 8 * 20 * 4)
+    turns, text = run()
+    assert "length=3" in text
+    assert turns.shape == x.shape
+    np.testing.assert_allclose(turns, together, rtol=0, atol=1e-6)
+
+
+def test_how_many_matrices_stay_on_a_chip():
+    # 16 MiB: 16 of 512 x 1024 in bfloat16; divisors of the batch; at least one.
+    for batch, dtype, n in [
+        ((128,), jnp.bfloat16, 16),
+        ((2, 9), jnp.bfloat16, 9),
+        ((128,), jnp.float32, 8),
+        ((7,), jnp.bfloat16, 7),
+        ((17,), jnp.bfloat16, 1),
+        ((), jnp.bfloat16, 1),
+    ]:
+        assert at_once((*batch, 512, 1024), jnp.dtype(dtype)) == n
+    assert at_once((4, 4096, 4096), jnp.dtype(jnp.bfloat16)) == 1
+    assert at_once((0, 4, 4), jnp.dtype(jnp.bfloat16)) == 1
 
 
 def test_auto_takes_the_cheaper_and_in_float32_the_more_accurate():
