@@ -116,6 +116,8 @@ def train(args: argparse.Namespace, corpus: data.Corpus) -> int:
             f"{corpus.val.size:,} held out"
         )
         log.say(table)
+        if start < args.steps:
+            log.say("compiling the step: a minute or so without a word")
         if args.resume and start < args.steps:
             for line in folder.resumed(out, args, start):
                 log.say(line)

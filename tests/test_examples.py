@@ -183,6 +183,7 @@ def test_the_start_says_who_takes_what_and_the_end_how_it_went(finished):
         for name in taken:
             taken[name] += f" {name} " in line
     assert taken == {"dion2": 12, "adamw": 7}  # 6 kernels a layer; embed, head, norms
+    assert "compiling the step" in stdout
     last = stdout.splitlines()[-1]
     val_loss, gap, unigram = map(float, re.findall(r"\d+\.\d{3}", last))
     side = "below" if val_loss < unigram else "above"
