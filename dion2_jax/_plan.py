@@ -15,9 +15,10 @@ from dion2_jax._layout import Layout
 from dion2_jax._options import Options
 from dion2_jax._sharding import Names
 
-# One v5e chip: operations and interconnect bytes a second. Only their ratio decides.
+# One v5e chip: operations, interconnect and HBM bytes a second. Their ratios decide.
 OPERATIONS_PER_SECOND = 197e12
 BYTES_PER_SECOND = 100e9
+HBM_BYTES_PER_SECOND = 819e9
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,12 @@ def make_plan(
 
         def cost(team, shape=shape, piece=piece, devices=math.prod(sizes)):
             moved = 2 * devices * piece * itemsize / team * (devices > 1)
-            reduced = 2 * options.reduced_bytes(shape, team)  # an all-reduce: twice
+            reduced = options.reduced_bytes(shape, team)
+            # A collective's operand and result are each written and read once.
             return (
                 options.operations(shape, team) / OPERATIONS_PER_SECOND
-                + (moved + reduced) / BYTES_PER_SECOND
+                + (moved + 2 * reduced) / BYTES_PER_SECOND  # an all-reduce: twice
+                + 4 * (moved + reduced) / HBM_BYTES_PER_SECOND
             )
 
         slots = _deal(indices, groups, owners, cost, teams)

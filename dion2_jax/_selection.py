@@ -89,17 +89,26 @@ def one_hot(index: jax.Array, valid: jax.Array | None, n: int, dtype) -> jax.Arr
 def gather(x: jax.Array, index: jax.Array | None, valid: jax.Array | None) -> jax.Array:
     """`[N, k, c]`: the selected slices of `[N, n, c]`; zero where not valid.
 
-    No index: all slices. Slices shorter than a TPU's lanes usually lie along the minor
-    axis of their leaf, and a gather would copy the leaf, transposed and padded to 128:
-    bfloat16 ones are multiplied by a one-hot matrix instead, exactly.
+    No index: all slices.
     """
     if index is None:
         return x
-    if x.dtype == jnp.bfloat16 and x.shape[2] < LANES:
-        hot = one_hot(index, valid, x.shape[1], x.dtype)
-        return jnp.einsum("nsk,nsc->nkc", hot, x)
     picked = jnp.take_along_axis(x, index[:, :, None], axis=1)
     return picked if valid is None else jnp.where(valid[:, :, None], picked, 0)
+
+
+def take(x: jax.Array, index, valid, mask: jax.Array) -> jax.Array:
+    """`[N, k, c]`: the slices of a shard `[N, n, c]` that `mask` and `index` select.
+
+    Slices shorter than a TPU's lanes usually lie along the minor axis of their leaf,
+    and a gather would copy the leaf, transposed and padded to 128: bfloat16 ones are
+    multiplied by a one-hot matrix instead. Exact, since every sum has one term; what is
+    not selected counts as zero, were it not finite.
+    """
+    if index is None or x.dtype != jnp.bfloat16 or x.shape[2] >= LANES:
+        return gather(x, index, valid)
+    hot = one_hot(index, valid, x.shape[1], x.dtype)
+    return jnp.einsum("nsk,nsc->nkc", hot, jnp.where(mask[:, :, None], x, 0))
 
 
 def scatter(u: jax.Array, index: jax.Array | None, valid: jax.Array | None, n: int):

@@ -24,7 +24,7 @@ from dion2_jax._options import Options
 from dion2_jax._orthogonalize import orthogonalize
 from dion2_jax._plan import Exchange, Plan
 from dion2_jax._ranking import Selected, by_member, own_columns, select_groups
-from dion2_jax._selection import gather, one_hot, scatter
+from dion2_jax._selection import gather, one_hot, scatter, take
 from dion2_jax._views import (
     from_matrices,
     join_blocks,
@@ -54,14 +54,10 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
     selected = select_groups(plan, options, momenta, positions, count)
     stacks = []
     for group, chosen in zip(plan.groups, selected, strict=True):
-        picked = [
-            gather(
-                matrices_of(momenta[m.leaf], plan.layout(m)).astype(options.dtype),
-                index,
-                valid,
-            )
-            for m, index, valid in by_member(group, chosen.index, chosen.valid)
-        ]
+        picked = []
+        for m, own in by_member(group, chosen):
+            x = matrices_of(momenta[m.leaf], plan.layout(m)).astype(options.dtype)
+            picked.append(take(x, own.index, own.valid, own.mask))
         stacks.append(jnp.concatenate(picked))
 
     home: dict[int, list] = {g: [] for g in range(len(plan.groups))}
