@@ -56,8 +56,8 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
     for group, chosen in zip(plan.groups, selected, strict=True):
         picked = []
         for m, own in by_member(group, chosen):
-            x = matrices_of(momenta[m.leaf], plan.layout(m)).astype(options.dtype)
-            picked.append(take(x, own.index, own.valid, own.mask))
+            x = matrices_of(momenta[m.leaf], plan.layout(m))
+            picked.append(take(x, own.index, own.valid, own.mask, options.dtype))
         stacks.append(jnp.concatenate(picked))
 
     home: dict[int, list] = {g: [] for g in range(len(plan.groups))}
