@@ -187,7 +187,7 @@ class _Counter:
         results = list(one.arrays)
         if one.opcode == "collective-permute-start":
             results = results[1:2]
-        elif one.opcode in ("all-gather-start", "all-to-all-start"):
+        elif one.opcode.endswith("-start") and kind != "all-reduce":
             results = results[len(one.operands) : 2 * len(one.operands)]
         wire = sum(a.bytes for a in results) * WIRE_PASSES[kind]
         hbm = sum(read_whole(inside, o) for o in unique(one.operands))

@@ -2,7 +2,7 @@
 
 An executable's text lists its instructions in the order in which they start. Beside a
 synchronous collective nothing runs; beside an asynchronous one what stands between its
-start and its end.
+start and its end. Collectives that XLA has put into fusions are not looked at.
 """
 
 from dataclasses import dataclass

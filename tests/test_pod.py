@@ -203,6 +203,18 @@ WIRE = [
         {"collective-permute": (1, 4096)},
     ),
     (
+        "an asynchronous reduce-scatter",
+        f"%s = (({F}), f32[2,128]{{1,0}}, u32[], u32[]) reduce-scatter-start(%p), "
+        f"{GROUPS}\nROOT %c = f32[2,128]{{1,0}} reduce-scatter-done(%s)",
+        {"reduce-scatter": (1, 1024)},
+    ),
+    (
+        "an asynchronous all-reduce of two",
+        f"%s = ({F}, {F}) all-reduce-start(%p, %q), {GROUPS}, to_apply=%add\n"
+        f"ROOT %c = ({F}, {F}) all-reduce-done(%s)",
+        {"all-reduce": (1, 2 * 8192)},
+    ),
+    (
         "replica groups in the syntax of a mesh",
         f"ROOT %c = {F} all-to-all(%p), replica_groups=mesh['a'=4] {{'a'}}",
         {"all-to-all": (1, 4096)},
@@ -293,6 +305,28 @@ def test_what_runs_beside_exchanges():
     chip = pod.Chip(flops=1024, hbm=math.inf, wire=1024)  # a second an operation: 1, 4
     assert step.seconds(chip) == 4 + 3 * 4
     assert step.hidden_seconds(chip) == 2 + 1
+    # No more than the exchange takes, though two operations run beside the first.
+    assert step.hidden_seconds(pod.Chip(1024, math.inf, wire=4096)) == 1 + 1
+    # x and y move 2 and 3 arrays, z 2.
+    assert step.hidden_seconds(pod.Chip(math.inf, 4096, wire=512)) == 5 + 2
+
+
+def test_what_runs_beside_an_exchange_within_another():
+    nested = f"""
+  %a = {STARTED}(%p), {GROUPS}
+  %b = {STARTED}(%q), {GROUPS}
+  %n = {F} all-to-all-done(%b)
+  %c = {STARTED}(%n), {GROUPS}
+  %x = {F} add(%q, %q)
+  %m = {F} all-to-all-done(%a)
+  %y = {F} multiply(%p, %m)
+  %o = {F} all-to-all-done(%c)
+  ROOT %r = {F} add(%o, %y)"""
+    beside = {
+        one.name: [line.name for line in one.beside]
+        for one in hlo_overlap.exchanges(program(nested))
+    }
+    assert beside == {"a": ["x"], "b": [], "c": ["y"]}
 
 
 def test_fused_reduce_scatter_counts_its_share():
