@@ -568,9 +568,8 @@ def test_a_failed_save_is_told_though_what_it_left_cannot_be_removed(
     tmp_path, monkeypatch
 ):
     def fail(*_):
-        raise OSError(
-            errno.ENOTEMPTY, "Directory not empty"
-        )  # others write there still
+        # As where others write there still.
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
     monkeypatch.setattr(checkpoint, "write_digest", fail)
     monkeypatch.setattr(checkpoint, "clean", fail)

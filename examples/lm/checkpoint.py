@@ -129,9 +129,8 @@ def _failing(folder: pathlib.Path, step: int):
         yield
     except Exception as error:  # Orbax, TensorStore and the OS have no common one
         if jax.process_index() == 0:
-            with contextlib.suppress(
-                OSError
-            ):  # other threads may be writing there still
+            # Other threads may be writing there still.
+            with contextlib.suppress(OSError):
                 clean(folder)
         # TensorStore names every file on the way; the system's own words are enough.
         reason = " ".join(str(error).split())
