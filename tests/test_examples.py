@@ -580,6 +580,21 @@ def test_a_failed_save_is_told_though_what_it_left_cannot_be_removed(
     checkpoints.close()
 
 
+def test_a_failed_save_leaves_nothing_unfinished(tmp_path, monkeypatch):
+    def fail(folder, step):
+        (folder / f"{step}.sha256.tmp").touch()
+        (folder / f"{step}.orbax-checkpoint-tmp").mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_digest", fail)
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
+    checkpoints.save(3, {"x": jax.numpy.zeros(2)})
+    with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+        checkpoints.wait()
+    checkpoints.close()
+    assert [left.name for left in tmp_path.iterdir()] == ["3"]
+
+
 def test_what_a_crash_left_of_metrics_csv_is_dropped_and_told(capsys, tmp_path):
     path, good = tmp_path / "metrics.csv", "1,8,5.0,,0.1,2\n"
     header = ",".join(metrics.COLUMNS) + "\n"
