@@ -157,22 +157,29 @@ def orthogonalize(
         x = x * scale[..., None, None].astype(x.dtype)
         return iterate(x, denominator, table, combine)
 
-    together = at_once(x.shape, x.dtype)
-    if together >= math.prod(x.shape[:-2]):
+    count, together = math.prod(x.shape[:-2]), at_once(x.shape, x.dtype)
+    if together >= count:
         return some(x)
-    return lax.map(some, x.reshape(-1, together, *x.shape[-2:])).reshape(x.shape)
+    flat = jnp.pad(
+        x.reshape(count, *x.shape[-2:]), ((0, -count % together), (0, 0), (0, 0))
+    )
+    turns = lax.map(some, flat.reshape(-1, together, *x.shape[-2:]))
+    return turns.reshape(flat.shape)[:count].reshape(x.shape)
 
 
 def at_once(shape: tuple[int, ...], dtype) -> int:
     """How many of the matrices `[..., r, c]` are iterated on together.
 
     As many as stay on a chip between two products: more would be written to HBM and
-    read again at every one.
+    read again at every one. Fewer, down to 1 MiB, if the last turn then needs fewer
+    zero matrices to be full: small ones of a prime number do not go one by one.
     """
     *batch, r, c = shape
     count = math.prod(batch)
-    fit = ON_CHIP // max(1, r * c * dtype.itemsize)
-    return next((n for n in range(min(count, fit), 1, -1) if count % n == 0), 1)
+    fit = max(1, ON_CHIP // max(1, r * c * dtype.itemsize))
+    if count <= fit:
+        return count
+    return min(range(fit, (fit - 1) // 16, -1), key=lambda n: -count % n)
 
 
 def _scale_and_norm(x, combine) -> tuple[jax.Array, jax.Array]:

@@ -301,9 +301,10 @@ def test_a_team_sums_half_of_a_symmetric_product(dtype, r):
     assert sent == [summed(r)] == [r * r if r == 12 else r * (r + 1) // 2]
 
 
+@pytest.mark.parametrize("pad", (0, 2))
 @pytest.mark.parametrize("method", METHODS)
-def test_matrices_in_turns_change_nothing(method, monkeypatch):
-    """More matrices than stay on a chip, in a team of two, go one pair at a time."""
+def test_matrices_in_turns_change_nothing(method, pad, monkeypatch):
+    """More matrices than stay on a chip, in a team of two, go two or four at a time."""
     x = jax.random.normal(jax.random.key(0), (2, 3, 2, 8, 20))  # team, batch, r, c/2
 
     def run():
@@ -318,13 +319,14 @@ def test_matrices_in_turns_change_nothing(method, monkeypatch):
         of_team = jax.vmap(one, axis_name="team")
         return of_team(x), str(jax.make_jaxpr(of_team)(x))
 
-    together, text = run()
-    assert "length=6" not in text and "length=3" not in text
-    monkeypatch.setattr(_orthogonalize, "ON_CHIP", 2 * 8 * 20 * 4)
-    turns, text = run()
-    assert "length=3" in text
-    assert turns.shape == x.shape
-    np.testing.assert_allclose(turns, together, rtol=0, atol=1e-6)
+    wanted, text = run()
+    assert not {"length=6", "length=3", "length=2"} & {*text.split()}
+    together, turns = (4, 2) if pad else (2, 3)
+    monkeypatch.setattr(_orthogonalize, "at_once", lambda *_: together)
+    found, text = run()
+    assert f"length={turns}" in text
+    assert found.shape == x.shape
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_how_many_matrices_stay_on_a_chip():
@@ -338,8 +340,13 @@ def test_how_many_matrices_stay_on_a_chip():
         ((), jnp.bfloat16, 1),
     ]:
         assert at_once((*batch, 512, 1024), jnp.dtype(dtype)) == n
-    assert at_once((4, 4096, 4096), jnp.dtype(jnp.bfloat16)) == 1
-    assert at_once((0, 4, 4), jnp.dtype(jnp.bfloat16)) == 1
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    assert at_once((4, 4096, 4096), bfloat16) == 1
+    assert at_once((0, 4, 4), bfloat16) == 0
+    # Below 1 MiB, 32 of 128 x 128, zero matrices are better than more turns.
+    assert at_once((1024, 128, 128), bfloat16) == 512
+    assert at_once((1031, 128, 128), bfloat16) == 344  # 3 turns, one zero matrix
+    assert at_once((2 * 523, 128, 128), bfloat16) == 349  # 3, one; not 523 of two
 
 
 def test_auto_takes_the_cheaper_and_in_float32_the_more_accurate():
