@@ -4,13 +4,14 @@ Compiles the whole step (gradient in, new parameters and state out, donated) wit
 TPU compiler for a real topology and counts in the text of the executable. Needs no
 accelerator and no network:
 
-    pip install "dion2_jax[tpu]"
+    pip install '.[tpu]'
     python benchmarks/pod.py --topology v5e:4x4 --mesh fsdp=16 --model 1b \
         --optimizer dion2 --fraction 0.25 --peers
 """
 
 import argparse
 import csv
+import importlib.util
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
+from importlib import metadata
 
 # Before jax loads libtpu: no metadata server, no lock file, CPU as the real backend.
 TPU_WITHOUT_TPU = {
@@ -43,7 +45,12 @@ times their trips and float32 products times their precision passes; HBM bytes o
 operands and results that do not lie on the chip, asynchronous copies once, in-place
 updates at their own size; interconnect bytes as results of collectives, an all-reduce
 twice. Modelled time = operations / rate + HBM bytes / bandwidth + interconnect bytes /
-bandwidth, nothing overlapped: an upper bound."""
+bandwidth, nothing overlapped, all at the published rates and without latency: it
+compares variants, and is neither a bound nor a prediction.
+
+"XLA's" are its own bytes accessed, "temp bytes" what the step allocates beside its
+arguments, "CPU s" what tracing and compiling took. The floor is that of a Dion2 step
+with direct Newton-Schulz, the target that of docs/performance.md, where it has one."""
 
 
 @dataclass(frozen=True)
@@ -218,13 +225,30 @@ def _shards(mesh, entry) -> int:
 
 def make_mesh(topology: str, axes: str):
     """A mesh over all chips of a topology: "v5e:4x4", "fsdp=4,tp=4"."""
+    generation = topology.split(":")[0]
+    if generation not in CHIPS:
+        raise ValueError(
+            f"--topology {topology}: no rates for {generation!r}, only for "
+            f"{', '.join(CHIPS)}"
+        )
     shape = {}
+    sizes = [pair.partition("=")[0] for pair in axes.split(",")]
     for pair in axes.split(","):
         name, _, size = pair.partition("=")
         if not size.isdigit():
             raise ValueError(f"--mesh {axes!r}: expected name=size,name=size")
         shape[name] = int(size)
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        if sizes.count(name) > 1:
+            raise ValueError(f"--mesh {axes!r} names {name} twice")
+    try:
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"--topology {topology}: libtpu has no such slice ({str(error)[:160]}); "
+            f"try v5e:2x2, v5e:4x4, v5e:16x16, v5p:2x2x4 or v6e:8x8"
+        ) from error
     chips = len(description.devices)
     if math.prod(shape.values()) != chips:
         raise ValueError(
@@ -312,18 +336,19 @@ def arguments(argv=None):
     add("--topology", default="v5e:4x4", help="generation:shape, as libtpu names it")
     add("--mesh", default="fsdp=16", help="axes and sizes: fsdp, tp, ep, dp")
     add("--model", default="1b", choices=MODELS)
-    add("--layers", type=int, default=0, help="fewer layers; 0: the model's own")
+    add("--layers", type=int, default=0, help="that many; 0: the model's own")
     add("--stacked", action="store_true", help="layers stacked, [layers, ...]")
     names = ("dion2", "dion3", "muon", "adamw")
     add("--optimizer", default="dion2", choices=names)
     add("--fraction", type=float, default=0.25, help="share of slices selected")
-    add("--select-axis", default="sharded", help="sharded, shorter, output, reduction")
-    add("--ns-method", default="direct", help="direct, gram, auto")
+    axes = ("sharded", "shorter", "output", "reduction")
+    add("--select-axis", default="sharded", choices=axes)
+    add("--ns-method", default="direct", choices=("direct", "gram", "auto"))
     add(
         "--compiler-option",
         action="append",
         default=[],
-        type=lambda text: text.partition("=")[::2],
+        type=option,
         metavar="NAME=VALUE",
         help="of XLA, such as xla_tpu_enable_async_all_to_all=true; may be repeated",
     )
@@ -332,16 +357,42 @@ def arguments(argv=None):
     add("--text", default="", help="write the optimizer's compiled text to this file")
     add("--csv", default="", help="append a row an optimizer to this file")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.layers < 0:
+        parser.error(f"--layers {args.layers} must be 0 (the model's own) or more")
+    for name in ("text", "csv"):  # before minutes of compiling
+        folder = os.path.dirname(getattr(args, name)) or "."
+        if not os.path.isdir(folder):
+            parser.error(f"--{name} {getattr(args, name)}: no folder {folder}")
+    return args
 
 
-def main(argv=None):
+def option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    return name, value
+
+
+def main(argv=None) -> int:
     args = arguments(argv)
+    if importlib.util.find_spec("libtpu") is None:
+        print(
+            "pod.py: the TPU compiler is not installed: pip install '.[tpu]'",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        return run(args)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        print(f"pod.py: error: {str(error)[:2000]}", file=sys.stderr)
+        return 2
+
+
+def run(args) -> int:
+    """Compiles, counts and prints; returns the exit status."""
     mesh = make_mesh(args.topology, args.mesh)
-    generation = args.topology.split(":")[0]
-    if generation not in CHIPS:
-        raise ValueError(f"no rates for {generation!r}; known: {', '.join(CHIPS)}")
-    chip = CHIPS[generation]
+    chip = CHIPS[args.topology.split(":")[0]]
     model = MODELS[args.model]
     params = abstract_params(model, mesh, layers=args.layers, stacked=args.stacked)
     others = [n for n in ("muon", "adamw") if args.peers and n != args.optimizer]
@@ -364,20 +415,34 @@ def main(argv=None):
     if args.csv:
         append_csv(args, mesh.size, rows)
     if args.json:
-        print(json.dumps({**vars(args), "chips": mesh.size, "floor": floor, **rows}))
-        return
+        versions = {"jax": jax.__version__, "libtpu": metadata.version("libtpu")}
+        about = {**vars(args), **versions, "chips": mesh.size, "floor": floor}
+        print(json.dumps({**about, **rows}))
+        return 0
     layers = args.layers or model.layers
-    print(f"{args.model}, {layers} layers{' stacked' * args.stacked} ({model} in full)")
-    print(f"{args.topology}, {args.mesh}, {jax.__version__=}, per chip and step")
+    of_all = f" of {model.layers}" if layers != model.layers else ""
+    print(f"{args.model}: {model}; {layers}{of_all} layers{' stacked' * args.stacked}")
+    print(
+        f"{args.topology}, {args.mesh}, jax {jax.__version__}, libtpu "
+        f"{metadata.version('libtpu')}, per chip and step; a second: {chip.flops:.3g} "
+        f"operations, {chip.hbm:.3g} HBM bytes, {chip.wire:.3g} interconnect bytes"
+    )
     target = None
-    if is_dion and args.model == "1b" and args.fraction == 0.25 and not args.layers:
+    if ("dion2", "1b", 0.25, "direct", model.layers, f"fsdp={mesh.size}", "v5e") == (
+        args.optimizer,
+        args.model,
+        args.fraction,
+        args.ns_method,
+        layers,
+    ) + (args.mesh, args.topology.split(":")[0]):
         target = TARGETS.get((mesh.size, args.select_axis))
     print_table(rows, floor, target)
     print(METHOD)
     if args.largest:
         print_largest(args.optimizer, measured[args.optimizer], args.largest)
+    return 0
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("error", message="Some donated buffers")
-    main()
+    sys.exit(main())

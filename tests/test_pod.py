@@ -536,6 +536,56 @@ def test_state_lies_as_its_parameters():
     assert placed[0].count.spec == PartitionSpec()
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--layers -1", "--layers -1 must be 0"),
+        ("--compiler-option fast", "'fast': expected NAME=VALUE"),
+        ("--csv nowhere/rows.csv", "no folder nowhere"),
+        ("--select-axis longer", "invalid choice: 'longer'"),
+    ],
+)
+def test_an_argument_that_says_nothing_is_refused_at_once(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        pod.main(options.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "topology, mesh, message",
+    [
+        ("v4:2x2x1", "fsdp=4", "no rates for 'v4', only for v5e, v5p, v6e"),
+        ("v5e:2x2", "fsdp=2,fsdp=2", "names fsdp twice"),
+        ("v5e:2x2", "fsdp", "name=size"),
+    ],
+)
+def test_a_mesh_that_means_nothing_is_refused(topology, mesh, message):
+    with pytest.raises(ValueError, match=message):
+        pod.make_mesh(topology, mesh)
+
+
+def test_growth_is_drawn_from_whole_models_alone(tmp_path):
+    figures = ROOT / "docs" / "figures"
+    spec = importlib.util.spec_from_file_location("growth", figures / "growth.py")
+    growth = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(growth)
+    path = tmp_path / "growth.csv"
+    text = (figures / "growth.csv").read_text()
+    path.write_text(text)
+    growth.main([str(path)])
+    drawn = {file.name for file in tmp_path.glob("*.svg")}
+    assert drawn == {"growth_1b.svg", "growth_7b.svg", "interconnect.svg"}
+    for old, new, message in [
+        (",24,", ",12,", "12 of 24 layers"),
+        ("fsdp=16,", '"fsdp=8,tp=2",', "dion2 on fsdp=8,tp=2|adamw on fsdp=8,tp=2"),
+        ("v5p:4x4x4", "v5e:8x8", "several kinds of chips"),
+    ]:
+        assert old in text
+        path.write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match=message):
+            growth.main([str(path)])
+
+
 PLAIN = {"fraction": 0.25, "select_axis": "sharded", "ns_method": "direct"}
 
 

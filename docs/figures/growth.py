@@ -2,9 +2,8 @@
 
     python docs/figures/growth.py docs/figures/growth.csv
 
-The CSV holds rows of `python benchmarks/pod.py --csv docs/figures/growth.csv ...`. Rows
-compiled with fewer layers than their model has are scaled up to all of them and drawn
-hollow.
+The CSV holds rows of `python benchmarks/pod.py --csv docs/figures/growth.csv ...`, all
+layers compiled, parameters sharded over all chips of one kind.
 """
 
 import argparse
@@ -26,15 +25,35 @@ SHADES = {1.0: "#08306b", 0.5: "#2171b5", 0.25: "#6baed6", 0.125: "#9ecae1"}
 
 
 def read(path) -> list[dict]:
-    """Rows with numbers as numbers, all layers of the model counted."""
+    """Rows with numbers as numbers.
+
+    Raises:
+        ValueError: a row is not of what the figures say they show.
+    """
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        row["chips"], layers = int(row["chips"]), int(row["layers"])
-        row["fraction"] = float(row["fraction"] or 0)
-        row["scaled"] = layers < MODELS[row["model"]].layers
-        for column in ("modelled_seconds", "wire_bytes"):
-            row[column] = float(row[column]) * MODELS[row["model"]].layers / layers
+        whole = MODELS[row["model"]].layers
+        if int(row["layers"]) != whole:
+            raise ValueError(
+                f"{path}: a row of {row['model']} with {row['layers']} of {whole} "
+                "layers: teams and padding do not grow in proportion; compile all"
+            )
+        if row["mesh"] != f"fsdp={row['chips']}" or row["optimizer"] == "dion3":
+            raise ValueError(
+                f"{path}: a row of {row['optimizer']} on {row['mesh']}: only Dion2, "
+                f"Muon and AdamW on fsdp={row['chips']} are drawn"
+            )
+        for column, kind in (
+            ("chips", int),
+            ("fraction", lambda text: float(text or 0)),
+            ("modelled_seconds", float),
+            ("wire_bytes", float),
+        ):
+            row[column] = kind(row[column])
+    kinds = {row["topology"].split(":")[0] for row in rows}
+    if len(kinds) > 1:
+        raise ValueError(f"{path}: rows of several kinds of chips: {sorted(kinds)}")
     return rows
 
 
@@ -53,7 +72,7 @@ def draw_time(model: str, rows: list[dict], folder: Path):
     curves = defaultdict(list)
     for row in rows:
         if row["model"] == model:
-            point = (row["chips"], row["modelled_seconds"] * 1e3, row["scaled"])
+            point = (row["chips"], row["modelled_seconds"] * 1e3)
             curves[row["optimizer"], row["fraction"]].append(point)
     for (name, fraction), points in curves.items():
         chips = [point[0] for point in points]
@@ -64,10 +83,7 @@ def draw_time(model: str, rows: list[dict], folder: Path):
             )
     figure, axes = plt.subplots(figsize=(6, 4))
     for (name, fraction), points in sorted(curves.items(), reverse=True):
-        chips, milliseconds, scaled = zip(*sorted(points), strict=True)
-        look = style(name, fraction)
-        face = "white" if any(scaled) else look["color"]
-        axes.plot(chips, milliseconds, markerfacecolor=face, **look)
+        axes.plot(*zip(*sorted(points), strict=True), **style(name, fraction))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({row["chips"] for row in rows if row["model"] == model})
