@@ -20,7 +20,6 @@ class Exchange:
     """
 
     name: str
-    kind: str
     wire_bytes: int
     beside: tuple[Line, ...]
 
@@ -37,8 +36,7 @@ def exchanges(text: str) -> list[Exchange]:
     }
     found, taken = [], 0
     for index, one in enumerate(order):
-        kind = one.opcode.removesuffix("-start")
-        if kind not in WIRE_PASSES:
+        if one.opcode.removesuffix("-start") not in WIRE_PASSES:
             continue
         end = ends.get(one.name, index)
         between = order[max(index + 1, taken) : end]
@@ -46,5 +44,5 @@ def exchanges(text: str) -> list[Exchange]:
         beside = [line for other in between for line in lines[other.name]]
         wire = sum(line.wire_bytes for line in lines[one.name])
         quiet = tuple(line for line in beside if not line.wire_bytes)
-        found.append(Exchange(one.name, kind, wire, quiet))
+        found.append(Exchange(one.name, wire, quiet))
     return found

@@ -428,13 +428,10 @@ def run(args) -> int:
         f"operations, {chip.hbm:.3g} HBM bytes, {chip.wire:.3g} interconnect bytes"
     )
     target = None
-    if ("dion2", "1b", 0.25, "direct", model.layers, f"fsdp={mesh.size}", "v5e") == (
-        args.optimizer,
-        args.model,
-        args.fraction,
-        args.ns_method,
-        layers,
-    ) + (args.mesh, args.topology.split(":")[0]):
+    step = (args.optimizer, args.model, args.fraction, args.ns_method, layers)
+    if step == ("dion2", "1b", 0.25, "direct", model.layers) and (
+        args.topology.startswith("v5e:") and args.mesh == f"fsdp={mesh.size}"
+    ):
         target = TARGETS.get((mesh.size, args.select_axis))
     print_table(rows, floor, target)
     print(METHOD)
