@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 # Rows and columns of a matrix unit: smaller blocks would not be computed faster.
@@ -49,44 +48,58 @@ def symmetric_product(
         whole = product(x, y).astype(dtype)
         return whole if combine is None else combine(whole)
     size = r // blocks
-    columns = [
-        product(x[..., i * size :, :], y[..., i * size : (i + 1) * size]).astype(dtype)
-        for i in range(blocks)
+    tiles = product(_split(x, -2, blocks), _split(y, -1, blocks)).astype(dtype)
+    below = [
+        product(x[..., i * size :, :], y[..., (i - 1) * size : i * size]).astype(dtype)
+        for i in range(1, blocks)
     ]
     if combine is not None:
-        columns = _summed(columns, combine)
+        tiles, below = _summed(tiles, below, combine)
+    columns = [
+        jnp.concatenate([tiles[..., i, :, :], *below[i : i + 1]], axis=-2)
+        for i in range(blocks)
+    ]
     lower = jnp.concatenate([_from_above(column, r) for column in columns], axis=-1)
-    block = np.arange(r) // size
-    whole = jnp.where(block[:, None] >= block, lower, lower.mT)
+    row, column = _places(r)
+    whole = jnp.where(row >= column // size * size, lower, lower.mT)
     # Fused with what uses it, XLA's TPU compiler takes three times as long.
     return lax.optimization_barrier(whole)
 
 
-def _summed(columns: list, combine) -> list:
-    """The column blocks after `combine`, of whose diagonal tiles one half is sent.
+def _split(x: jax.Array, axis: int, blocks: int) -> jax.Array:
+    """`[..., blocks, m, n]`: equal parts of `x` along `axis`, -2 or -1."""
+    return jnp.stack(jnp.split(x, blocks, axis), axis=-3)
+
+
+def _summed(tiles: jax.Array, below: list, combine) -> tuple[jax.Array, list]:
+    """Diagonal tiles and what is below them after `combine`: half of a tile is sent.
 
     Two tiles travel as one: the lower half of the first, the upper half of the second;
     the diagonal of the second in a row of its own.
     """
-    size = columns[0].shape[-1]
-    at = np.arange(size)
-    lower, diagonal = at[:, None] >= at, at[:, None] == at
-    below = [column[..., size:, :] for column in columns[:-1]]
-    tiles = [column[..., :size, :] for column in columns]
-    pairs = list(zip(tiles[::2], tiles[1::2], strict=True))
-    sent = below + [jnp.where(lower, first, second) for first, second in pairs]
-    for _, second in pairs:
-        kept = jnp.where(diagonal, second, 0)
-        sent.append(jnp.sum(kept, axis=-2, keepdims=True, dtype=second.dtype))
+    *batch, blocks, size, _ = tiles.shape
+    row, column = _places(size)
+    lower, diagonal = row >= column, row == column
+    first, second = tiles[..., ::2, :, :], tiles[..., 1::2, :, :]
+    both = jnp.where(lower, first, second)
+    kept = jnp.sum(jnp.where(diagonal, second, 0), axis=-2, dtype=tiles.dtype)
+    sent = [*below, both.reshape(*batch, -1, size), kept]
     ends = list(itertools.accumulate(part.shape[-2] for part in sent[:-1]))
-    parts = jnp.split(combine(jnp.concatenate(sent, axis=-2)), ends, axis=-2)
-    below, parts = parts[: len(below)], parts[len(below) :]
-    tiles = []
-    for both, row in zip(parts[: len(pairs)], parts[len(pairs) :], strict=True):
-        tiles.append(jnp.where(lower, both, both.mT))
-        tiles.append(jnp.where(diagonal, row, jnp.where(lower, both.mT, both)))
-    rows = [[tile, part] for tile, part in zip(tiles, below, strict=False)]
-    return [jnp.concatenate(column, axis=-2) for column in rows] + [tiles[-1]]
+    *below, both, kept = jnp.split(
+        combine(jnp.concatenate(sent, axis=-2)), ends, axis=-2
+    )
+    both, kept = both.reshape(*batch, -1, size, size), kept[..., None, :]
+    first = jnp.where(lower, both, both.mT)
+    second = jnp.where(diagonal, kept, jnp.where(lower, both.mT, both))
+    return jnp.stack([first, second], axis=-3).reshape(tiles.shape), below
+
+
+def _places(n: int) -> tuple[jax.Array, jax.Array]:
+    """Row and column of every element of `[n, n]`.
+
+    Not a NumPy mask: it would lie in HBM as a constant, and be read at every product.
+    """
+    return tuple(lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
 
 
 def _from_above(column, r: int) -> jax.Array:
