@@ -20,7 +20,7 @@ from dion2_jax._ranking import (
     member_scores,
     own_columns,
     own_slices,
-    select_groups,
+    select_group,
 )
 from dion2_jax._selection import combine_scores
 from dion2_jax._sharding import Names
@@ -72,7 +72,11 @@ def measure_plan(plan: Plan, options: Options, positions, leaves: list[Leaf], co
     """
     momenta = [x.momentum + x.gradient.astype(x.momentum.dtype) for x in leaves]
     momenta = _after([x.update for x in leaves], momenta)
-    selected = select_groups(plan, options, momenta, positions, count)
+    ranks: dict[int, jax.Array] = {}
+    selected = [
+        select_group(plan, g, options, momenta, positions, count, ranks)
+        for g in range(len(plan.groups))
+    ]
     l1 = dataclasses.replace(options, score="l1")
     of_leaf: list[list] = [[] for _ in leaves]
     of_group: list[list] = [[] for _ in plan.groups]

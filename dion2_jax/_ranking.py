@@ -37,32 +37,32 @@ class Selected:
     rows: jax.Array | None
 
 
-def select_groups(
-    plan: Plan, options: Options, momenta, positions, count
-) -> list[Selected]:
-    """The selected slices of every group.
+def select_group(
+    plan: Plan, g: int, options: Options, momenta, positions, count, ranks: dict
+) -> Selected:
+    """The selected slices of one group.
 
     Args:
-        plan, options: of the step.
-        momenta: of every leaf, the gradient added, its shard.
+        plan, g: of the step, and which of its groups.
+        options: static arguments.
+        momenta: of every leaf of the group, the gradient added, its shard.
         positions: of every leaf in its tree.
         count: int32[], the step.
+        ranks: of the groups before, by their number; this one's are added.
     """
-    ranks: dict[int, jax.Array] = {}
-    selected = []
-    for g, group in enumerate(plan.groups):
-        if not group.takes_all and plan.ranking(g) == g:
-            scores = [
-                member_scores(
-                    *(plan.layout(m), group, m, momenta[m.leaf], options),
-                    *(count, positions[m.leaf]),
-                )
-                for m in group.ranked
-            ]
-            ranks[g] = rank(group, jnp.concatenate(scores), options)
-        known = None if group.takes_all else ranks[plan.ranking(g)]
-        selected.append(select(group, known))
-    return selected
+    group = plan.groups[g]
+    if group.takes_all:
+        return select(group, None)
+    if plan.ranking(g) == g:
+        scores = [
+            member_scores(
+                *(plan.layout(m), group, m, momenta[m.leaf], options),
+                *(count, positions[m.leaf]),
+            )
+            for m in group.ranked
+        ]
+        ranks[g] = rank(group, jnp.concatenate(scores), options)
+    return select(group, ranks[plan.ranking(g)])
 
 
 def by_member(group: Group, *arrays):

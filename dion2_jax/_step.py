@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from dion2_jax._arguments import call
 from dion2_jax._exchange import (
@@ -18,16 +19,16 @@ from dion2_jax._exchange import (
     team_groups,
 )
 from dion2_jax._groups import Group, Member
-from dion2_jax._layout import Layout
 from dion2_jax._normalize import neuron_factors
 from dion2_jax._options import Options
 from dion2_jax._orthogonalize import orthogonalize
 from dion2_jax._plan import Exchange, Plan
-from dion2_jax._ranking import Selected, by_member, own_columns, select_groups
+from dion2_jax._ranking import Selected, by_member, own_columns, select_group
 from dion2_jax._selection import gather, one_hot, scatter, take
 from dion2_jax._views import (
     from_matrices,
     join_blocks,
+    join_masks,
     matrices_of,
     neurons_of,
     per_slice,
@@ -48,24 +49,14 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
         For every leaf (update, momentum, second moment or None).
     """
     ef_decay, eps, beta2, count = scalars
-    momenta = [mu + g.astype(mu.dtype) for g, mu, _, _ in leaves]
-
-    positions = [position for _, _, _, position in leaves]
-    selected = select_groups(plan, options, momenta, positions, count)
-    stacks = []
-    for group, chosen in zip(plan.groups, selected, strict=True):
-        picked = []
-        for m, own in by_member(group, chosen):
-            x = matrices_of(momenta[m.leaf], plan.layout(m))
-            picked.append(take(x, own.index, own.valid, own.mask, options.dtype))
-        stacks.append(jnp.concatenate(picked))
+    stacks, selected, hot, mus = _select(plan, options, leaves, ef_decay, count)
 
     home: dict[int, list] = {g: [] for g in range(len(plan.groups))}
     for exchange in plan.exchanges:
         for segment, part in _exchange(plan, exchange, options, stacks, selected, eps):
             home[segment.group].append((segment.first, part))
 
-    made: list = [[None] * len(blocks) for blocks in plan.layouts]
+    made: list[list] = [[None] * len(blocks) for blocks in plan.layouts]
     for g, (group, chosen) in enumerate(zip(plan.groups, selected, strict=True)):
         parts = [part for _, part in sorted(home[g], key=lambda item: item[0])]
         u = jnp.concatenate(parts)
@@ -73,16 +64,53 @@ def dion2_step(plan: Plan, options: Options, leaves, scalars):
         if beta2 is not None:
             nus = [neurons_of(leaves[m.leaf][2], plan.layout(m)) for m in group.members]
             factor, second = _normalize(group, chosen, u, nus, beta2)
-        for m, *arrays in by_member(group, u, chosen, factor, second):
-            made[m.leaf][m.block] = _place(plan.layout(m), group, m, *arrays)
-    return [
-        (jnp.zeros_like(leaf[0]), leaf[1], leaf[2])
-        if None in blocks
-        else _apply(layouts, leaf, momentum, ef_decay, blocks)
-        for layouts, leaf, momentum, blocks in zip(
-            plan.layouts, leaves, momenta, made, strict=True
-        )
-    ]
+        for m, part, own, *neurons in by_member(group, u, chosen, factor, second):
+            dense = scatter(part, own.index, own.valid, group.n_local)
+            made[m.leaf][m.block] = (dense, *neurons)
+    done = []
+    for i, (g, _, nu, _) in enumerate(leaves):
+        if None in made[i]:  # no elements
+            done.append((jnp.zeros_like(g), mus[i], nu))
+            continue
+        update, nu = _update(plan.layouts[i], hot[i], made[i], g, nu)
+        done.append((update, mus[i], nu))
+    return done
+
+
+def _select(plan: Plan, options: Options, leaves, ef_decay, count):
+    """What is selected, group by group.
+
+    Returns:
+        For every group the selected slices `[N, k, c_local]`, and which they are; for
+        every leaf masks of its blocks, as `_hot` says, and the momentum, decayed.
+    """
+    momenta: dict[int, jax.Array] = {}
+    mus = [mu for _, mu, _, _ in leaves]
+    positions = [position for _, _, _, position in leaves]
+    hot: list[list] = [[None] * len(blocks) for blocks in plan.layouts]
+    ranks: dict[int, jax.Array] = {}
+    stacks, selected = [], []
+    for g, group in enumerate(plan.groups):
+        for m in group.members:
+            if m.leaf not in momenta:
+                gradient, mu = leaves[m.leaf][0], mus[m.leaf]
+                momenta[m.leaf] = mu + gradient.astype(mu.dtype)
+        chosen = select_group(plan, g, options, momenta, positions, count, ranks)
+        picked = []
+        for m, own in by_member(group, chosen):
+            momentum = momenta[m.leaf]
+            x = matrices_of(momentum, plan.layout(m))
+            picked.append(take(x, own.index, own.valid, own.mask, options.dtype))
+            hot[m.leaf][m.block] = _hot(plan, group, m, own)
+            if all(mask is not None for mask in hot[m.leaf]):
+                blocks = plan.layouts[m.leaf], hot[m.leaf]
+                mus[m.leaf] = _decay(*blocks, momentum, ef_decay)
+        # One group after the other, each to its end: the sums of momentum and gradient
+        # need not outlive their group, and stay on the chip if those of a group fit.
+        stack, mus = lax.optimization_barrier((jnp.concatenate(picked), mus))
+        stacks.append(stack)
+        selected.append(chosen)
+    return stacks, selected, hot, mus
 
 
 def _exchange(plan: Plan, exchange: Exchange, options, stacks, selected, eps):
@@ -208,33 +236,47 @@ def _sets(group: Group, chosen: Selected) -> jax.Array:
     return sets if chosen.valid is None else sets & chosen.valid[:, :, None]
 
 
-def _place(layout: Layout, group: Group, member: Member, u, chosen, factor, second):
-    """One member's update, and which of its entries were selected, as its leaf lies.
+def _hot(plan: Plan, group: Group, member: Member, chosen: Selected) -> jax.Array:
+    """bool `[N, n_local, 1]`: which slices of a member are selected.
 
-    Returns the update `[N, n_local, c_local]`, bool `[N, n_local, 1 or c_local]`, and
-    for neurons their factors and second moments `[N, n_local]`, or None.
+    Of a fused leaf, whose blocks may select along both axes, `[N, n_local, c_local]`.
     """
-    dense = scatter(u, chosen.index, chosen.valid, group.n_local)
     hot = chosen.mask[:, :, None]
-    if layout.block and not layout.select_is_output:
-        hot = hot & own_columns(group, member)
-    return dense, hot, factor, second
+    layouts = plan.layouts[member.leaf]
+    if len(layouts) == 1 or all(layout.select_is_output for layout in layouts):
+        return hot
+    return hot & own_columns(group, member)
 
 
-def _apply(layouts, leaf, momentum, ef_decay, blocks):
-    """Update, decayed momentum and second moments of one leaf."""
-    g, mu, nu, _ = leaf
+def _spread(layouts, masks) -> jax.Array:
+    """Where a leaf's entries are selected, as the leaf lies; size 1 where alike."""
+    mask = join_masks(layouts, masks)
+    place = per_slice if mask.shape[2] == 1 else from_matrices
+    return place(mask, layouts[0])
+
+
+def _decay(layouts, masks, momentum, ef_decay) -> jax.Array:
+    """Momentum, multiplied by `ef_decay` where it was selected."""
+    decayed = (ef_decay * momentum).astype(momentum.dtype)
+    decayed = jnp.where(_spread(layouts, masks), decayed, momentum)
+    # Else the layout that the gather asks for, transposed, may reach the state.
+    return with_layout_constraint(decayed, Layout(tuple(range(decayed.ndim))))
+
+
+def _update(layouts, masks, blocks, g, nu):
+    """Update and second moments of one leaf, from those of its blocks.
+
+    blocks: of every block the update `[N, n_local, c_local]`, and of neurons their
+    factors and second moments `[N, n_local]`, or None.
+    """
     layout = layouts[0]
-    if len(layouts) == 1:
-        dense, hot, factor, second = blocks[0]
-    else:
-        dense, hot, factor, second = join_blocks(layouts, blocks)
-    spread = from_matrices if hot.shape[2] == dense.shape[2] else per_slice
-    decayed = (ef_decay * momentum).astype(mu.dtype)
-    mu = jnp.where(spread(hot, layout), decayed, momentum)
+    dense, factor, second = (
+        None if None in arrays else join_blocks(layouts, masks, arrays)
+        for arrays in zip(*blocks, strict=True)
+    )
     update = from_matrices(dense, layout)
     if factor is not None:
         update = update.astype(jnp.float32) * per_slice(factor, layout)
         second = per_slice(second, layout).astype(nu.dtype)
-        nu = jnp.where(spread(hot, layout), second, nu)
-    return update.astype(g.dtype), mu, nu
+        nu = jnp.where(_spread(layouts, masks), second, nu)
+    return update.astype(g.dtype), nu

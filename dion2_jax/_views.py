@@ -55,41 +55,47 @@ def neurons_of(nu: jax.Array, layout: Layout) -> jax.Array:
     return cut_out(nu.transpose(order).reshape(count, n), layout, axis=1)
 
 
-def join_blocks(layouts, blocks):
-    """The blocks of a fused leaf as one matrix, slices as in the first layout.
+def join_masks(layouts, masks) -> jax.Array:
+    """Where entries of any block are selected, as `join_blocks` joins them."""
+    turned = [
+        _turned(x, own, layouts[0]) for x, own in zip(masks, layouts, strict=True)
+    ]
+    return _together(layouts[0], turned, turned)
+
+
+def join_blocks(layouts, masks, arrays) -> jax.Array:
+    """One array of every block of a fused leaf as one, slices as in the first layout.
 
     Args:
         layouts: of the blocks.
-        blocks: of every block the update `[N, n_local, c_local]`, bool
-            `[N, n_local, 1 or c_local]` where it was selected, and of neurons their
-            factors and second moments `[N, n_local]`, or None.
+        masks: of every block where its entries are selected, bool `[N, n_local, 1]`,
+            or `[N, n_local, c_local]` where the leaf has blocks along both axes.
+        arrays: of every block `[N, n_local, c_local]`, or of neurons `[N, n_local]`.
     """
     first = layouts[0]
-    turn = lambda x, like: (  # noqa: E731
-        x if like.select_is_output == first.select_is_output else x.mT
-    )
-    updates, masks = [], []
-    for layout, (update, hot, _, _) in zip(layouts, blocks, strict=True):
-        if any(not x.select_is_output for x in layouts):
-            hot = jnp.broadcast_to(hot, update.shape)
-        updates.append(turn(update, layout))
-        masks.append(turn(hot, layout))
+    if len(arrays) == 1:
+        return arrays[0]
+    if arrays[0].ndim == 3:
+        arrays, masks = (
+            [_turned(x, own, first) for x, own in zip(each, layouts, strict=True)]
+            for each in (arrays, masks)
+        )
+    else:
+        masks = [mask[:, :, 0] for mask in masks]
+    return _together(first, arrays, masks)
 
-    def together(arrays, axis):
-        if first.apart:
-            return jnp.concatenate(arrays, axis)
-        joined = jnp.zeros_like(arrays[0])
-        for array, mask in zip(arrays, masks, strict=True):
-            own = mask if array.ndim == 3 else mask[:, :, 0]
-            joined = jnp.where(own, array, joined)
-        return joined
 
-    output = 1 if first.select_is_output else 2
-    factors, seconds = ([block[i] for block in blocks] for i in (2, 3))
-    neurons = factors[0] is not None
-    return (
-        together(updates, output),
-        together(masks, output),
-        together(factors, 1) if neurons else None,
-        together(seconds, 1) if neurons else None,
-    )
+def _turned(x: jax.Array, own: Layout, first: Layout) -> jax.Array:
+    return x if own.select_is_output == first.select_is_output else x.mT
+
+
+def _together(first: Layout, arrays, masks) -> jax.Array:
+    """Blocks apart beside each other; else each where its mask is."""
+    if first.apart:
+        neurons = arrays[0].ndim == 2
+        output = 1 if neurons or first.select_is_output else 2
+        return jnp.concatenate(arrays, output)
+    joined = jnp.zeros_like(arrays[0])
+    for array, mask in zip(arrays, masks, strict=True):
+        joined = jnp.where(mask, array, joined)
+    return joined
