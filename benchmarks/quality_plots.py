@@ -9,7 +9,6 @@ from typing import NamedTuple
 import quality_rows
 from quality_settings import (
     CONFIRMED,
-    FIRST_RATE,
     SEEDS,
     SETTINGS,
     Run,
@@ -66,7 +65,7 @@ def tuned(done: Mapping[Run, float], steps: int) -> dict[Setting, Tuned]:
             for seed in SEEDS
             if (run := Run("small", setting.name, rate, seed, steps)) in done
         }
-        whole = next_rate(FIRST_RATE[setting.optimizer], grid) is None
+        whole = next_rate(setting.first_rate, grid) is None
         result[setting] = Tuned(rate, losses, whole)
     return result
 

@@ -1,7 +1,7 @@
 """The runs of the quality study: settings, learning rates, seeds, and their order."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 # width, layers, heads: 0.85 and 3.3 million parameters.
@@ -9,7 +9,6 @@ MODELS = {"small": (128, 4, 2), "large": (256, 4, 4)}
 DEVICES = 8  # over which parameters are sharded; what is "local" depends on it
 STEPS = 305  # of 64 x 128 tokens: 2.5 million
 SEEDS = (0, 1, 2)  # the first one is the one that rates are tuned on
-FIRST_RATE = {"dion2": 0.05, "dion3": 0.05, "muon": 0.02, "adamw": 0.004}
 MOST_RATES = 6  # tried for one setting
 
 
@@ -33,10 +32,23 @@ class Setting:
         parts += [self.score] if self.score != "l1" else []
         return "-".join(parts)
 
+    @property
+    def first_rate(self) -> float:
+        """The learning rate tried first: the main job's default.
+
+        Small fractions of Dion2 were best at its double in the first grid that was
+        run: what is tried first decides how many are tried, not which one is best.
+        """
+        if self.optimizer == "dion2" and self.fraction <= 0.25:
+            return 0.1
+        return {"dion2": 0.05, "dion3": 0.05, "muon": 0.02, "adamw": 0.004}[
+            self.optimizer
+        ]
+
 
 # In the order of their learning-rate grids: what an interrupted study has is what
 # matters most. At fraction 1 all slices are selected: nothing else makes a difference.
-# Dion3 selects neurons, so it has no other axis.
+# Dion3 selects neurons, so it has no other axis. FURTHER comes after all runs of MAIN.
 CONFIRMED = (  # on the large model, too
     Setting("dion2", 0.25),
     Setting("muon"),
@@ -44,23 +56,26 @@ CONFIRMED = (  # on the large model, too
     Setting("dion2", 1.0),
     Setting("dion3", 0.25),
 )
-SETTINGS = (
+MAIN = (
     *CONFIRMED,
     Setting("dion2", 0.125),
     Setting("dion2", 0.5),
-    Setting("dion3", 0.125),
     Setting("dion3", 1.0),
+    Setting("dion3", 0.125),
     Setting("dion3", 0.5),
     Setting("dion2", 0.25, selection="global"),
     Setting("dion2", 0.25, select_axis="shorter"),
     Setting("dion2", 0.25, score="random"),
+)
+FURTHER = (
+    Setting("dion3", 0.25, selection="global"),
+    Setting("dion3", 0.25, score="random"),
     Setting("dion2", 0.125, selection="global"),
     Setting("dion2", 0.125, select_axis="shorter"),
     Setting("dion2", 0.125, score="random"),
-    Setting("dion3", 0.25, selection="global"),
-    Setting("dion3", 0.25, score="random"),
     Setting("dion2", 0.25, selection="global", select_axis="shorter"),
 )
+SETTINGS = (*MAIN, *FURTHER)
 
 
 @dataclass(frozen=True)
@@ -121,34 +136,37 @@ def next_run(
 ) -> Run | None:
     """The most important run that is not done yet; None: all are.
 
-    Grids of all settings; the other seeds at their best rates; then the large model at
-    the best rate of the small one and at half of it.
+    Of MAIN, then of FURTHER: the grids; the other seeds at their best rates; the large
+    model at the best rate of the small one and at half of it.
 
     Args:
         done: final losses of the runs that are.
         steps: of every run; runs of another length do not count.
         wanted: whether a label such as "small/dion2-0.25" takes part.
     """
+    for settings in (MAIN, FURTHER):
+        for run in _runs(settings, done, steps):
+            if run not in done and wanted(f"{run.model}/{run.setting}"):
+                return run
+    return None
+
+
+def _runs(settings, done: Mapping[Run, float], steps: int) -> Iterator[Run]:
+    """The runs of some settings that are known so far, in their order."""
     tuned = {}
-    for setting in SETTINGS:
+    for setting in settings:
         losses = tuning(done, setting, steps)
-        rate = next_rate(FIRST_RATE[setting.optimizer], losses)
+        rate = next_rate(setting.first_rate, losses)
         if rate is None:
             tuned[setting] = best_rate(losses)
-        elif wanted(f"small/{setting.name}"):
-            return Run("small", setting.name, rate, SEEDS[0], steps)
-    later = [
-        Run("small", setting.name, rate, seed, steps)
-        for seed in SEEDS[1:]
-        for setting, rate in tuned.items()
-    ]
-    later += [
-        Run("large", setting.name, tuned[setting] * share, SEEDS[0], steps)
-        for share in (1, 0.5)
-        for setting in CONFIRMED
-        if setting in tuned
-    ]
-    for run in later:
-        if run not in done and wanted(f"{run.model}/{run.setting}"):
-            return run
-    return None
+        else:
+            yield Run("small", setting.name, rate, SEEDS[0], steps)
+    for seed in SEEDS[1:]:
+        for setting, rate in tuned.items():
+            yield Run("small", setting.name, rate, seed, steps)
+    for share in (1, 0.5):
+        for setting in CONFIRMED:
+            if setting in tuned:
+                yield Run(
+                    "large", setting.name, tuned[setting] * share, SEEDS[0], steps
+                )

@@ -72,12 +72,18 @@ def test_diverged_runs_are_worst_and_smaller_rates_follow():
 def test_plan_runs_what_matters_first():
     done = play(loss_of, steps=10)
     order = list(dict.fromkeys((run.setting, run.seed, run.model) for run in done))
-    names = [setting.name for setting in SETTINGS]
-    assert names[:5] == ["dion2-0.25", "muon", "adamw", "dion2-1", "dion3-0.25"]
-    grids = [(name, 0, "small") for name in names]
-    seeds = [(name, seed, "small") for seed in SEEDS[1:] for name in names]
-    large = [(setting.name, 0, "large") for setting in settings.CONFIRMED]
-    assert order == [*grids, *seeds, *large]
+    main, further = (
+        [setting.name for setting in part] for part in (settings.MAIN, settings.FURTHER)
+    )
+    assert main[:5] == ["dion2-0.25", "muon", "adamw", "dion2-1", "dion3-0.25"]
+    seeds = SEEDS[1:]
+    assert order == [
+        *[(name, 0, "small") for name in main],
+        *[(name, seed, "small") for seed in seeds for name in main],
+        *[(setting.name, 0, "large") for setting in settings.CONFIRMED],
+        *[(name, 0, "small") for name in further],
+        *[(name, seed, "small") for seed in seeds for name in further],
+    ]
     # The other seeds and the large model run at what was best, which is 0.05 here.
     assert {run.rate for run in done if run.seed} <= {0.05, 0.04, 0.064}
     assert all(
