@@ -48,17 +48,23 @@ def symmetric_product(
         whole = product(x, y).astype(dtype)
         return whole if combine is None else combine(whole)
     size = r // blocks
-    tiles = product(_split(x, -2, blocks), _split(y, -1, blocks)).astype(dtype)
-    below = [
-        product(x[..., i * size :, :], y[..., (i - 1) * size : i * size]).astype(dtype)
-        for i in range(1, blocks)
-    ]
-    if combine is not None:
+    starts = range(0, r, size)
+    # Of every column block its diagonal tile and what is below.
+    if combine is None:
+        columns = [
+            product(x[..., i:, :], y[..., i : i + size]).astype(dtype) for i in starts
+        ]
+    else:  # apart: cut in two on the chip, a column would be copied to HBM first
+        tiles = product(_split(x, -2, blocks), _split(y, -1, blocks)).astype(dtype)
+        below = [
+            product(x[..., i + size :, :], y[..., i : i + size]).astype(dtype)
+            for i in starts[:-1]
+        ]
         tiles, below = _summed(tiles, below, combine)
-    columns = [
-        jnp.concatenate([tiles[..., i, :, :], *below[i : i + 1]], axis=-2)
-        for i in range(blocks)
-    ]
+        columns = [
+            jnp.concatenate([tiles[..., i, :, :], *below[i : i + 1]], axis=-2)
+            for i in range(blocks)
+        ]
     lower = jnp.concatenate([_from_above(column, r) for column in columns], axis=-1)
     row, column = _places(r)
     whole = jnp.where(row >= column // size * size, lower, lower.mT)
