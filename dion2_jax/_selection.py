@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 SCORES = ("l1", "l2", "random")
-LANES = 128  # of a TPU's registers and tiles
 
 
 def slice_count(fraction: float, n: int) -> int:
@@ -95,22 +94,6 @@ def gather(x: jax.Array, index: jax.Array | None, valid: jax.Array | None) -> ja
         return x
     picked = jnp.take_along_axis(x, index[:, :, None], axis=1)
     return picked if valid is None else jnp.where(valid[:, :, None], picked, 0)
-
-
-def take(x: jax.Array, index, valid, mask: jax.Array, dtype) -> jax.Array:
-    """`dtype[N, k, c]`: the slices of a shard `[N, n, c]` that are selected.
-
-    Slices shorter than a TPU's lanes usually lie along the minor axis of their leaf,
-    and a gather would copy the leaf, transposed and padded to 128: in bfloat16 they are
-    multiplied by a one-hot matrix instead. Exact, since every sum has one term; what is
-    not in `mask`, bool[N, n], counts as zero, were it not finite.
-    """
-    if index is None or dtype != jnp.bfloat16 or x.shape[2] >= LANES:
-        # A cast before it would write the whole shard once more.
-        return gather(x, index, valid).astype(dtype)
-    hot = one_hot(index, valid, x.shape[1], dtype)
-    x = jnp.where(mask[:, :, None], x, 0).astype(dtype)
-    return jnp.einsum("nsk,nsc->nkc", hot, x)
 
 
 def scatter(u: jax.Array, index: jax.Array | None, valid: jax.Array | None, n: int):

@@ -24,7 +24,7 @@ from dion2_jax._options import Options
 from dion2_jax._orthogonalize import orthogonalize
 from dion2_jax._plan import Exchange, Plan
 from dion2_jax._ranking import Selected, by_member, own_columns, select_group
-from dion2_jax._selection import gather, one_hot, scatter, take
+from dion2_jax._selection import gather, one_hot, scatter
 from dion2_jax._views import (
     from_matrices,
     join_blocks,
@@ -100,7 +100,8 @@ def _select(plan: Plan, options: Options, leaves, ef_decay, count):
         for m, own in by_member(group, chosen):
             momentum = momenta[m.leaf]
             x = matrices_of(momentum, plan.layout(m))
-            picked.append(take(x, own.index, own.valid, own.mask, options.dtype))
+            # A cast before the gather would write the whole shard once more.
+            picked.append(gather(x, own.index, own.valid).astype(options.dtype))
             hot[m.leaf][m.block] = _hot(plan, group, m, own)
             if all(mask is not None for mask in hot[m.leaf]):
                 blocks = plan.layouts[m.leaf], hot[m.leaf]

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from dion2_jax._selection import (
-    LANES,
     ascending,
     gather,
     random_scores,
     scatter,
     slice_count,
     slice_scores,
-    take,
     top_slices,
 )
 
@@ -87,32 +85,11 @@ def test_scatter_puts_back_what_gather_took(dtype):
     assert (gather(dense, index, None) == picked).all()
 
 
-@pytest.mark.parametrize("c", [LANES - 1, LANES])
-def test_narrow_bfloat16_slices_are_gathered_by_a_product_exactly(c):
-    bits = jax.random.bits(jax.random.key(0), (2, 9, c), jnp.uint16)
-    x = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)  # every exponent there is
-    # A matrix unit takes subnormal numbers for zero.
-    normal = jnp.isfinite(x) & (jnp.abs(x) >= jnp.finfo(jnp.bfloat16).tiny)
-    x = jnp.where(normal, x, 0).at[:, 4, 0].set(jnp.nan).at[:, 5, 1].set(-jnp.inf)
-    index = jnp.asarray([[8, 0, 3], [1, 2, 7]])  # none of those that are not finite
-    mask = jnp.zeros((2, 9), bool).at[jnp.arange(2)[:, None], index].set(True)
-    picked = take(x, index, None, mask, x.dtype)
-    assert picked.dtype == x.dtype and jnp.isfinite(picked).all()
-    assert (picked == jnp.take_along_axis(x, index[:, :, None], axis=1)).all()
-    products = str(
-        jax.make_jaxpr(take, static_argnums=(2, 4))(x, index, None, mask, x.dtype)
-    )
-    assert ("dot_general" in products) == (c < LANES)
-    assert jnp.isnan(take(x * jnp.nan, index, None, mask, x.dtype)).all()
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_slices_that_are_not_valid_stay_zero(dtype):
     x = jnp.arange(1.0, 13).reshape(1, 4, 3).astype(dtype)
     index, valid = jnp.asarray([[2, 0]]), jnp.asarray([[True, False]])
     picked = gather(x, index, valid)
     assert picked.tolist() == [[[7, 8, 9], [0, 0, 0]]]
-    mask = jnp.asarray([[False, False, True, False]])
-    assert (take(x, index, valid, mask, dtype) == picked).all()
     dense = scatter(jnp.ones((1, 2, 3)), index, valid, 4)
     assert dense[0].sum(1).tolist() == [0, 0, 3, 0]
