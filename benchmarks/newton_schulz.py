@@ -88,6 +88,16 @@ def product_rate(square: int, repeats: int) -> float:
     return 2 * square**3 / seconds
 
 
+def shape(text: str) -> tuple[int, int]:
+    """(rows, columns) of "512x2048"."""
+    sizes = tuple(int(size) for size in text.split("x") if size.isdigit())
+    if len(sizes) != 2 or not 0 < sizes[0] <= sizes[1]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected ROWSxCOLUMNS, such as 512x2048, rows the fewer"
+        )
+    return sizes
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -95,15 +105,21 @@ def main(argv=None):
     parser.add_argument("--batch", type=int, default=8, help="matrices a call")
     parser.add_argument("--repeats", type=int, default=20, help="samples of the median")
     parser.add_argument("--square", type=int, default=8192, help="product for the rate")
-    parser.add_argument("--shapes", nargs="*", default=[], help="as 512x2048")
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        type=shape,
+        default=SHAPES,
+        metavar="RxC",
+        help="rows and columns, such as 512x2048, rows the fewer",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
-    shapes = [tuple(map(int, s.split("x"))) for s in args.shapes] or SHAPES
     device = jax.devices()[0].device_kind
     rate = product_rate(args.square, args.repeats)
     rows = [
         measure(shape, method, batch=args.batch, repeats=args.repeats)
-        for shape in shapes
+        for shape in args.shapes
         for method in ("direct", "gram")
     ]
     if args.json:
@@ -111,15 +127,13 @@ def main(argv=None):
         print(json.dumps({**header, **vars(args), "rows": rows}))
         return
     print(f"{device}, jax {jax.__version__}, batch {args.batch}, bfloat16")
-    print(f"product of {args.square}: {rate / 1e12:.1f}e12 operations a second")
-    print(
-        f"{'shape':>12} {'method':8}{'ms':>10}{'1e12 op/s':>12}{'of product':>12}  s.v."
-    )
+    print(f"product of {args.square}: {rate:.3g} operations a second")
+    print(f"{'shape':>12} {'method':8}{'ms':>10}{'op/s':>12}{'of product':>12}  s.v.")
     for row in rows:
         per_second = row["counted_flops_per_second"]
         print(
             f"{'x'.join(map(str, row['shape'])):>12} {row['method']:8}"
-            f"{row['milliseconds']:10.3f}{per_second / 1e12:12.1f}"
+            f"{row['milliseconds']:10.3f}{per_second:12.3g}"
             f"{per_second / rate:12.2f}  {row['smallest_singular_value']:.2f} to "
             f"{row['largest_singular_value']:.2f}"
         )

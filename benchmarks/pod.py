@@ -310,19 +310,31 @@ def print_largest(name: str, measured: Measured, number: int):
 
 def append_csv(args, chips: int, rows: dict[str, dict]):
     """One row an optimizer; docs/figures/growth.py draws them."""
-    asked = ("model", "topology", "mesh", "stacked", "fraction", "select_axis")
+    asked = ("model", "topology", "mesh", "stacked", "compiler_option")
+    of_dion = ("fraction", "select_axis", "ns_method")
     found = ("flops", "hbm_bytes", "wire_bytes", "temp_bytes", "compile_cpu_seconds")
-    head = ["optimizer", *asked, "layers", "chips", *found, "modelled_seconds"]
+    head = ["optimizer", *asked, *of_dion, "layers", "chips", *found]
+    head.append("modelled_seconds")
     layers = args.layers or MODELS[args.model].layers
+    options = " ".join("=".join(pair) for pair in args.compiler_option)
     is_new = not os.path.exists(args.csv)
+    if not is_new:
+        with open(args.csv, newline="") as file:
+            columns = next(csv.reader(file), [])
+        if columns != head:
+            raise ValueError(
+                f"--csv {args.csv} has the columns {','.join(columns)}, and a row now "
+                f"{','.join(head)}: give another file"
+            )
     with open(args.csv, "a", newline="") as file:
         writer = csv.DictWriter(file, head, extrasaction="ignore")
         if is_new:
             writer.writeheader()
         for name, row in rows.items():
             of_run = {**vars(args), "layers": layers, "chips": chips}
+            of_run["compiler_option"] = options
             if not name.startswith("dion"):
-                of_run |= {"fraction": "", "select_axis": ""}
+                of_run |= dict.fromkeys(of_dion, "")
             writer.writerow({**of_run, **row, "optimizer": name})
 
 
