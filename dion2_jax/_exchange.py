@@ -27,8 +27,8 @@ def send(exchange: Exchange, groups, stacks) -> list[dict[int, jax.Array]]:
             _to_owners(stacks[s.group], groups[s.group], s, slot, exchange)
             for s in slot.segments
         ]
-        shape = _piece(exchange, slot, groups)
-        rows = jnp.concatenate([part.reshape(-1, *shape) for part in dealt])
+        width = _piece(exchange, slot, groups)[-1]
+        rows = jnp.concatenate([_narrowed(part, width) for part in dealt])
         columns.append(_pad(rows, exchange.owners))
     buffer = _join(columns)
     if exchange.owners > exchange.devices:
@@ -54,8 +54,9 @@ def bring_home(exchange: Exchange, groups, owned) -> list[tuple[Segment, jax.Arr
             exchange,
             slot,
             [
-                _disassemble(made[s.group], groups[s.group], slot, exchange).reshape(
-                    -1, *shape
+                _narrowed(
+                    _disassemble(made[s.group], groups[s.group], slot, exchange),
+                    shape[-1],
                 )
                 for s in slot.segments
             ],
@@ -71,6 +72,7 @@ def bring_home(exchange: Exchange, groups, owned) -> list[tuple[Segment, jax.Arr
         for s in slot.segments:
             used = _positions(s, slot) * slot.team
             part = lax.slice_in_dim(rows, row, row + used)
+            part = _widened(part, *_block(groups[s.group], slot))
             home.append((s, _from_owners(part, groups[s.group], s, slot)))
             row += used
     return home
@@ -118,52 +120,56 @@ def _all_to_all(buffer: jax.Array, exchange: Exchange) -> jax.Array:
     return lax.all_to_all(buffer, exchange.axes, 0, 0, tiled=True)
 
 
-def _piece(exchange: Exchange, slot: Slot, groups) -> tuple[int, ...]:
-    """What goes between two devices for a slot: `[repeat, k, c]`, if one shape fits."""
-    blocks = {_block(groups[s.group], slot) for s in slot.segments}
-    if len(blocks) > 1:
-        return slot.repeat, 1, exchange.piece // slot.team
-    return (slot.repeat, *blocks.pop())
+def _piece(exchange: Exchange, slot: Slot, groups) -> tuple[int, int, int]:
+    """What goes between two devices for a slot: `[repeat, k, c]`."""
+    blocks = [_block(groups[s.group], slot) for s in slot.segments]
+    width = math.gcd(*(c for _, c in blocks))
+    return slot.repeat, exchange.piece // slot.team // width, width
 
 
 def _join(pieces: list[jax.Array]) -> jax.Array:
-    """Pieces `[devices, repeat, k, c]` of all slots in one array, to travel at once."""
+    """Pieces `[devices, repeat, k, c]` of all slots, below each other."""
     if len(pieces) == 1:
         return pieces[0]
-    axis = _seam([x.shape[1:] for x in pieces])
-    return jnp.concatenate([_sheet(x, axis) for x in pieces], axis=abs(axis))
+    width = math.gcd(*(x.shape[-1] for x in pieces))
+    sheets = [_narrowed(x, width) for x in pieces]
+    return jnp.concatenate([x.reshape(len(x), -1, width) for x in sheets], axis=1)
 
 
-def _cut(buffer: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+def _cut(buffer: jax.Array, shapes: list[tuple[int, int, int]]) -> list[jax.Array]:
     """The inverse of `_join`, for pieces of these shapes `(repeat, k, c)`."""
     if len(shapes) == 1:
         return [buffer]
-    axis, start, pieces = _seam(shapes), 0, []
+    width, start, pieces = buffer.shape[-1], 0, []
     for n, k, c in shapes:
-        width = {1: n * k, 2: n * c, -1: n * k * c}[axis]
-        part = lax.slice_in_dim(buffer, start, start + width, axis=abs(axis))
-        start += width
-        if axis == 2:
-            part = part.reshape(-1, k, n, c).swapaxes(1, 2)
-        pieces.append(part.reshape(-1, n, k, c))
+        rows = n * k * c // width
+        part = lax.slice_in_dim(buffer, start, start + rows, axis=1)
+        start += rows
+        pieces.append(_widened(part.reshape(len(part), n, -1, width), k, c))
     return pieces
 
 
-def _seam(shapes: list[tuple[int, ...]]) -> int:
-    """Where pieces `(repeat, k, c)` are joined: 1 below each other, 2 beside; -1 flat.
+def _narrowed(x: jax.Array, width: int) -> jax.Array:
+    """`[..., k, c]` as `[..., k c / width, width]`: blocks of columns below each other.
 
-    A TPU copies whatever is flattened, so only what lines up nowhere is.
+    A TPU moves whole tiles then; a plain reshape would take them apart.
     """
-    _, k, c = (set(sizes) for sizes in zip(*shapes, strict=True))
-    return 1 if len(c) == 1 else 2 if len(k) == 1 else -1
+    *lead, k, c = x.shape
+    if c == width:
+        return x
+    return (
+        x.reshape(*lead, k, c // width, width)
+        .swapaxes(-3, -2)
+        .reshape(*lead, -1, width)
+    )
 
 
-def _sheet(x: jax.Array, axis: int) -> jax.Array:
-    """A piece as it is joined: `[devices, n k, c]`, `[devices, k, n c]`, or flat."""
-    devices, _, k, c = x.shape
-    if axis == 2:
-        return x.swapaxes(1, 2).reshape(devices, k, -1)
-    return x.reshape(devices, -1, c) if axis == 1 else x.reshape(devices, -1)
+def _widened(x: jax.Array, k: int, c: int) -> jax.Array:
+    """The inverse of `_narrowed`: `[..., k, c]`."""
+    *lead, _, width = x.shape
+    if c == width:
+        return x
+    return x.reshape(*lead, c // width, k, width).swapaxes(-3, -2).reshape(*lead, k, c)
 
 
 def _pad(x: jax.Array, size: int) -> jax.Array:
@@ -214,7 +220,7 @@ def _assemble(piece, group: Group, slot: Slot, exchange: Exchange):
     k, c = _block(group, slot)
     rows, cols = _device_axes(group, exchange)
     d = len(exchange.sizes)
-    x = piece.reshape(*exchange.sizes, slot.repeat, k, c)
+    x = _widened(piece, k, c).reshape(*exchange.sizes, slot.repeat, k, c)
     x = x.transpose(d, *rows, d + 1, *cols, d + 2)
     p, q = (math.prod(exchange.sizes[i] for i in axes) for axes in (rows, cols))
     return x.reshape(slot.repeat, p * k, q * c)

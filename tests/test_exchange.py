@@ -10,8 +10,9 @@ from dion2_jax._exchange import _cut, _join
 SEAMS = {
     "one slot": ([(2, 3, 8)], (2, 3, 8)),
     "rows line up": ([(2, 6, 4), (3, 2, 4)], (18, 4)),
-    "columns line up": ([(2, 3, 8), (3, 3, 4)], (3, 28)),
-    "nothing lines up": ([(2, 3, 8), (3, 2, 4)], (72,)),
+    "one is twice as wide": ([(2, 3, 8), (3, 3, 4)], (21, 4)),
+    "widths have a divisor": ([(2, 3, 8), (1, 2, 12)], (18, 4)),
+    "widths have none": ([(2, 3, 8), (3, 2, 3)], (66, 1)),
 }
 
 
