@@ -14,6 +14,8 @@ from jax import lax
 from dion2_jax._groups import Group
 from dion2_jax._plan import Exchange, Segment, Slot
 
+LANES = 128  # along the minor axis of a TPU's tiles
+
 
 def send(exchange: Exchange, groups, stacks) -> list[dict[int, jax.Array]]:
     """What this device owns, for every slot and group of the slot.
@@ -122,16 +124,27 @@ def _all_to_all(buffer: jax.Array, exchange: Exchange) -> jax.Array:
 
 def _piece(exchange: Exchange, slot: Slot, groups) -> tuple[int, int, int]:
     """What goes between two devices for a slot: `[repeat, k, c]`."""
-    blocks = [_block(groups[s.group], slot) for s in slot.segments]
-    width = math.gcd(*(c for _, c in blocks))
+    width = _width([_block(groups[s.group], slot) for s in slot.segments])
     return slot.repeat, exchange.piece // slot.team // width, width
 
 
+def _width(shapes: list[tuple[int, int]]) -> int:
+    """Of pieces `(k, c)` of different shapes: columns that all can be brought to."""
+    columns = {c for _, c in shapes}
+    width = math.gcd(*columns)
+    # Narrower than a tile they would be padded to one: rather whole pieces in a row.
+    whole = len(columns) == 1 or width % LANES == 0
+    return width if whole else math.gcd(*(k * c for k, c in shapes))
+
+
 def _join(pieces: list[jax.Array]) -> jax.Array:
-    """Pieces `[devices, repeat, k, c]` of all slots, below each other."""
+    """Pieces `[devices, repeat, k, c]` of all slots as one `[devices, rows, width]`.
+
+    A single one stays as it is.
+    """
     if len(pieces) == 1:
         return pieces[0]
-    width = math.gcd(*(x.shape[-1] for x in pieces))
+    width = _width([x.shape[-2:] for x in pieces])
     sheets = [_narrowed(x, width) for x in pieces]
     return jnp.concatenate([x.reshape(len(x), -1, width) for x in sheets], axis=1)
 
@@ -150,26 +163,25 @@ def _cut(buffer: jax.Array, shapes: list[tuple[int, int, int]]) -> list[jax.Arra
 
 
 def _narrowed(x: jax.Array, width: int) -> jax.Array:
-    """`[..., k, c]` as `[..., k c / width, width]`: blocks of columns below each other.
+    """`[..., k, c]` as `[..., k c / width, width]`.
 
-    A TPU moves whole tiles then; a plain reshape would take them apart.
+    Blocks of columns below each other where they fit, which moves a TPU's tiles whole;
+    else row after row.
     """
     *lead, k, c = x.shape
-    if c == width:
-        return x
-    return (
-        x.reshape(*lead, k, c // width, width)
-        .swapaxes(-3, -2)
-        .reshape(*lead, -1, width)
-    )
+    if c == width or c % width:
+        return x.reshape(*lead, -1, width)
+    x = x.reshape(*lead, k, c // width, width).swapaxes(-3, -2)
+    return x.reshape(*lead, -1, width)
 
 
 def _widened(x: jax.Array, k: int, c: int) -> jax.Array:
     """The inverse of `_narrowed`: `[..., k, c]`."""
     *lead, _, width = x.shape
-    if c == width:
-        return x
-    return x.reshape(*lead, c // width, k, width).swapaxes(-3, -2).reshape(*lead, k, c)
+    if c == width or c % width:
+        return x.reshape(*lead, k, c)
+    x = x.reshape(*lead, c // width, k, width).swapaxes(-3, -2)
+    return x.reshape(*lead, k, c)
 
 
 def _pad(x: jax.Array, size: int) -> jax.Array:

@@ -240,7 +240,7 @@ def _sets(group: Group, chosen: Selected) -> jax.Array:
 def _hot(plan: Plan, group: Group, member: Member, chosen: Selected) -> jax.Array:
     """bool `[N, n_local, 1]`: which slices of a member are selected.
 
-    Of a fused leaf, whose blocks may select along both axes, `[N, n_local, c_local]`.
+    `[N, n_local, c_local]` where any block of a fused leaf selects along the reduction.
     """
     hot = chosen.mask[:, :, None]
     layouts = plan.layouts[member.leaf]
@@ -272,7 +272,7 @@ def _update(layouts, masks, blocks, g, nu):
     """
     layout = layouts[0]
     dense, factor, second = (
-        None if None in arrays else join_blocks(layouts, masks, arrays)
+        None if arrays[0] is None else join_blocks(layouts, masks, arrays)
         for arrays in zip(*blocks, strict=True)
     )
     update = from_matrices(dense, layout)

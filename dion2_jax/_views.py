@@ -69,7 +69,7 @@ def join_blocks(layouts, masks, arrays) -> jax.Array:
     Args:
         layouts: of the blocks.
         masks: of every block where its entries are selected, bool `[N, n_local, 1]`,
-            or `[N, n_local, c_local]` where the leaf has blocks along both axes.
+            or `[N, n_local, c_local]` where any selects along the reduction.
         arrays: of every block `[N, n_local, c_local]`, or of neurons `[N, n_local]`.
     """
     first = layouts[0]
@@ -92,9 +92,7 @@ def _turned(x: jax.Array, own: Layout, first: Layout) -> jax.Array:
 def _together(first: Layout, arrays, masks) -> jax.Array:
     """Blocks apart beside each other; else each where its mask is."""
     if first.apart:
-        neurons = arrays[0].ndim == 2
-        output = 1 if neurons or first.select_is_output else 2
-        return jnp.concatenate(arrays, output)
+        return jnp.concatenate(arrays, 1 if first.select_is_output else 2)
     joined = jnp.zeros_like(arrays[0])
     for array, mask in zip(arrays, masks, strict=True):
         joined = jnp.where(mask, array, joined)

@@ -10,9 +10,11 @@ from dion2_jax._exchange import _cut, _join
 SEAMS = {
     "one slot": ([(2, 3, 8)], (2, 3, 8)),
     "rows line up": ([(2, 6, 4), (3, 2, 4)], (18, 4)),
-    "one is twice as wide": ([(2, 3, 8), (3, 3, 4)], (21, 4)),
-    "widths have a divisor": ([(2, 3, 8), (1, 2, 12)], (18, 4)),
-    "widths have none": ([(2, 3, 8), (3, 2, 3)], (66, 1)),
+    "one is twice as wide": ([(2, 3, 256), (3, 3, 128)], (21, 128)),
+    "widths share a tile": ([(2, 3, 384), (1, 2, 256)], (22, 128)),
+    "narrower than a tile: whole pieces": ([(2, 3, 8), (3, 3, 4)], (7, 12)),
+    "one wider, one narrower than their rows": ([(1, 1, 9), (2, 1, 6)], (7, 3)),
+    "no common divisor": ([(2, 1, 3), (3, 1, 2)], (12, 1)),
 }
 
 

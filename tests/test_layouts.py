@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 from reference import step as reference_step
 
-from dion2_jax import describe, scale_by_dion2, shardings_of
+from dion2_jax import _exchange, describe, scale_by_dion2, shardings_of
 from dion2_jax._leaves import resolve_layouts
 from dion2_jax._settings import plans_by_mesh, read_settings
 
@@ -92,6 +92,15 @@ LAYOUTS = {
     ),
     "mixed teams of transposed pieces": (
         *((8,), [(1, (16, 64), ("a",), KERNEL), (1, (256, 8), ("a",), KERNEL)]),
+        {},
+    ),
+    # [2, 24] and [3, 16] a device: blocks of 8 columns are tiles, if tiles have 8.
+    "mixed slots of pieces with no common width": (
+        *((8,), [(11, (64, 24), ("a",), KERNEL), (10, (96, 16), ("a",), KERNEL)]),
+        {},
+    ),
+    "mixed slots of pieces with a common tile": (
+        *((8,), [(9, (64, 24), ("a",), KERNEL), (11, (96, 16), ("a",), KERNEL)]),
         {},
     ),
     "mixed exact slots that send different numbers": (
@@ -184,7 +193,9 @@ def leaves_of(described) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("name, kind", [*kinds_of_axes()])
-def test_layout_equals_the_oracle(name, kind):
+def test_layout_equals_the_oracle(name, kind, monkeypatch):
+    if "common tile" in name:
+        monkeypatch.setattr(_exchange, "LANES", 8)
     sizes, described, arguments = LAYOUTS[name]
     mesh = make_mesh(sizes, kind)
     leaves = leaves_of(described)
