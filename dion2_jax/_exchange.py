@@ -144,7 +144,7 @@ def _join(pieces: list[jax.Array]) -> jax.Array:
     """
     if len(pieces) == 1:
         return pieces[0]
-    width = _width([x.shape[-2:] for x in pieces])
+    width = _width([(x.shape[-2], x.shape[-1]) for x in pieces])
     sheets = [_narrowed(x, width) for x in pieces]
     return jnp.concatenate([x.reshape(len(x), -1, width) for x in sheets], axis=1)
 

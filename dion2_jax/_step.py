@@ -271,13 +271,11 @@ def _update(layouts, masks, blocks, g, nu):
     factors and second moments `[N, n_local]`, or None.
     """
     layout = layouts[0]
-    dense, factor, second = (
-        None if arrays[0] is None else join_blocks(layouts, masks, arrays)
-        for arrays in zip(*blocks, strict=True)
-    )
-    update = from_matrices(dense, layout)
-    if factor is not None:
+    dense, factors, seconds = zip(*blocks, strict=True)
+    update = from_matrices(join_blocks(layouts, masks, dense), layout)
+    if factors[0] is not None:
+        factor = join_blocks(layouts, masks, factors)
         update = update.astype(jnp.float32) * per_slice(factor, layout)
-        second = per_slice(second, layout).astype(nu.dtype)
-        nu = jnp.where(_spread(layouts, masks), second, nu)
+        second = per_slice(join_blocks(layouts, masks, seconds), layout)
+        nu = jnp.where(_spread(layouts, masks), second.astype(nu.dtype), nu)
     return update.astype(g.dtype), nu

@@ -105,7 +105,8 @@ def _places(n: int) -> tuple[jax.Array, jax.Array]:
 
     Not a NumPy mask: it would lie in HBM as a constant, and be read at every product.
     """
-    return tuple(lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
+    row, column = (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
+    return row, column
 
 
 def _from_above(column, r: int) -> jax.Array:

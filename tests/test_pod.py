@@ -23,6 +23,8 @@ import hlo_text  # noqa: E402
 import models  # noqa: E402
 import pod  # noqa: E402
 
+import dion2_jax  # noqa: E402
+
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
     not HAS_LIBTPU, reason="the TPU compiler comes with the tpu extra: libtpu"
@@ -608,6 +610,24 @@ def run(options: str, ok: bool = True) -> str:
     return done.stdout if ok else done.stderr
 
 
+def described(chips: int, *, layers: int, stacked: bool = False, **arguments):
+    """What `describe` says of a step of 1b on so many chips, without compiling it."""
+    mesh = jax.sharding.AbstractMesh(
+        (chips,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    params = models.abstract_params(
+        models.MODELS["1b"], mesh, layers=layers, stacked=stacked
+    )
+    return dion2_jax.describe(
+        params,
+        0.25,
+        ns_method="direct",
+        weight_dimension_numbers=pod.matrices(params),
+        param_shardings=jax.tree.map(lambda p: p.sharding, params),
+        **arguments,
+    ).total
+
+
 @needs_libtpu
 def test_adamw_on_a_tpu_topology_moves_seven_passes():
     """Gradient, parameter and two moments read; parameter and moments written."""
@@ -631,6 +651,9 @@ def test_dion2_on_a_tpu_topology_sends_what_was_selected():
     scores = {"count": 2, "bytes": 2 * 10 * 2048 * 4}
     assert found["collectives"]["all-reduce"] == scores
     assert set(found["collectives"]) == {"all-to-all", "all-reduce"}
+    told = described(4, layers=2, select_axis="shorter")
+    assert told.all_to_all == found["collectives"]["all-to-all"]["bytes"]
+    assert 2 * told.all_reduce == scores["bytes"]
     # Five iterations, of symmetric products 5/8; the dense update as a product,
     # [shard, k] @ [k, c]; and 2 % for what is elementwise.
     iterated = [5 * 2 * (13 * 512**2 * c + 5 * 512**3) / 8 for c in (2048, 8192)]
@@ -651,6 +674,11 @@ def test_dion2_on_a_tpu_topology_moves_five_passes():
     printed = json.loads(run("--layers 2 --stacked --json"))
     found, floor = printed["dion2"]["hbm_bytes"], printed["floor"]["hbm_bytes"]
     assert found == pytest.approx(floor, rel=1e-3)
+    # Six remainders in teams: what they sum and exchange is what the plan says.
+    told = described(16, layers=2, stacked=True)
+    sent = printed["dion2"]["collectives"]
+    assert told.all_to_all == sent["all-to-all"]["bytes"]
+    assert 2 * told.all_reduce == sent["all-reduce"]["bytes"]
 
 
 @needs_libtpu
