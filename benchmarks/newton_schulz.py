@@ -4,7 +4,8 @@
     python benchmarks/newton_schulz.py --json
 
 A batch of bfloat16 matrices a shape; median of repeated runs that wait for the device.
-The rate is measured, not quoted: one square bfloat16 product of --square.
+The rate is measured, not quoted: that of a bfloat16 product of two matrices --square
+wide and high.
 """
 
 import argparse
@@ -90,7 +91,8 @@ def product_rate(square: int, repeats: int) -> float:
 
 def shape(text: str) -> tuple[int, int]:
     """(rows, columns) of "512x2048"."""
-    sizes = tuple(int(size) for size in text.split("x") if size.isdigit())
+    parts = text.split("x")
+    sizes = tuple(map(int, parts)) if all(p.isdigit() for p in parts) else ()
     if len(sizes) != 2 or not 0 < sizes[0] <= sizes[1]:
         raise argparse.ArgumentTypeError(
             f"{text!r}: expected ROWSxCOLUMNS, such as 512x2048, rows the fewer"
@@ -128,7 +130,7 @@ def main(argv=None):
         return
     print(f"{device}, jax {jax.__version__}, batch {args.batch}, bfloat16")
     print(f"product of {args.square}: {rate:.3g} operations a second")
-    print(f"{'shape':>12} {'method':8}{'ms':>10}{'op/s':>12}{'of product':>12}  s.v.")
+    print(f"{'shape':>12} {'method':8}{'ms':>10}{'op/s':>12}{'of rate':>12}  values")
     for row in rows:
         per_second = row["counted_flops_per_second"]
         print(

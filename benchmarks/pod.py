@@ -58,7 +58,8 @@ class Chip:
     """Rates of one chip, per second.
 
     Published bfloat16 operations and HBM bytes; of the interconnect half the published
-    bidirectional bytes (https://cloud.google.com/tpu/docs/v5e and its siblings).
+    bidirectional bytes, of v5e 1600 Gbps (https://cloud.google.com/tpu/docs/v5e and its
+    siblings).
     """
 
     flops: float
@@ -193,7 +194,8 @@ def floors(params, fraction: float, select_axis: str) -> dict[str, float]:
     """What no Dion2 step can go below: perfect shares, no padding, no teams.
 
     Operations: five direct Newton-Schulz iterations of every selected submatrix, of the
-    symmetric products one half, spread evenly. HBM: the gradient read, momentum and
+    symmetric products one half, spread evenly (`select_axis` "output" and "reduction"
+    as "shorter"). HBM: the gradient read, momentum and
     parameters read and written. Wire: the selected slices in bfloat16, there and back.
     """
     flops = hbm = wire = 0.0

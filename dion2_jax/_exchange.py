@@ -21,7 +21,7 @@ def send(exchange: Exchange, groups, stacks) -> list[dict[int, jax.Array]]:
     """What this device owns, for every slot and group of the slot.
 
     Where a slot mixes groups, each group's entry reads the device's piece as one of
-    that group; `owned_segment` tells which one is meant.
+    that group; `select_owned` picks the one that is meant.
     """
     columns = []
     for slot in exchange.slots:
@@ -123,18 +123,22 @@ def _all_to_all(buffer: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 def _piece(exchange: Exchange, slot: Slot, groups) -> tuple[int, int, int]:
-    """What goes between two devices for a slot: `[repeat, k, c]`."""
+    """What goes between two devices for a slot: `[repeat, rows, width]`.
+
+    k and c where all its groups agree in them.
+    """
     width = _width([_block(groups[s.group], slot) for s in slot.segments])
     return slot.repeat, exchange.piece // slot.team // width, width
 
 
 def _width(shapes: list[tuple[int, int]]) -> int:
-    """Of pieces `(k, c)` of different shapes: columns that all can be brought to."""
+    """The number of columns that pieces `(k, c)` are all brought to."""
     columns = {c for _, c in shapes}
     width = math.gcd(*columns)
-    # Narrower than a tile they would be padded to one: rather whole pieces in a row.
-    whole = len(columns) == 1 or width % LANES == 0
-    return width if whole else math.gcd(*(k * c for k, c in shapes))
+    # Blocks narrower than a tile would be padded to one: then row after row, as long
+    # rows as divide all pieces.
+    by_columns = len(columns) == 1 or width % LANES == 0
+    return width if by_columns else math.gcd(*(k * c for k, c in shapes))
 
 
 def _join(pieces: list[jax.Array]) -> jax.Array:
@@ -191,7 +195,7 @@ def _pad(x: jax.Array, size: int) -> jax.Array:
 
 
 def _to_owners(stack, group: Group, segment: Segment, slot: Slot, exchange: Exchange):
-    """`[owners of the segment, n, k, c]`: for every owner what it gets from here."""
+    """`[owners of the segment, repeat, k, c]`, k/t or c/t in a team: what each gets."""
     part = lax.slice_in_dim(stack, segment.first, segment.first + segment.count)
     positions, t, n = _positions(segment, slot), slot.team, slot.repeat
     part = _pad(part, positions * n)

@@ -1,8 +1,9 @@
 """What travels together: leaves -> groups -> exchanges, in pure Python on shapes.
 
-Groups whose selected submatrices have the same shape
-on the same devices share one exchange: two all-to-alls. Its matrices are dealt out in
-slots: in one slot every device, or every team of devices, gets one matrix.
+Groups on the same devices whose selected submatrices have the same shape, transposed
+or not, and whose pieces have as many elements share one exchange: two all-to-alls. Its
+matrices are dealt out in slots: in one slot every device, or every team of devices,
+gets the same number of them.
 """
 
 import math

@@ -106,8 +106,9 @@ def _select(plan: Plan, options: Options, leaves, ef_decay, count):
             if all(mask is not None for mask in hot[m.leaf]):
                 blocks = plan.layouts[m.leaf], hot[m.leaf]
                 mus[m.leaf] = _decay(*blocks, momentum, ef_decay)
-        # One group after the other, each to its end: the sums of momentum and gradient
-        # need not outlive their group, and stay on the chip if those of a group fit.
+        # One group after the other, each to its end: sums of momentum and gradient
+        # need not outlive their group (of a fused leaf, that of its last block), and
+        # stay on the chip if those of a group fit.
         stack, mus = lax.optimization_barrier((jnp.concatenate(picked), mus))
         stacks.append(stack)
         selected.append(chosen)

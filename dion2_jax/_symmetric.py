@@ -1,4 +1,4 @@
-"""Products known to be symmetric: half is computed, and half is summed over a team."""
+"""Products known to be symmetric: not all is computed, and a team sums half."""
 
 import itertools
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def symmetric_product(
         columns = [
             product(x[..., i:, :], y[..., i : i + size]).astype(dtype) for i in starts
         ]
-    else:  # apart: cut in two on the chip, a column would be copied to HBM first
+    else:  # apart: XLA would write a column to HBM to cut the tile off it
         tiles = product(_split(x, -2, blocks), _split(y, -1, blocks)).astype(dtype)
         below = [
             product(x[..., i + size :, :], y[..., i : i + size]).astype(dtype)

@@ -40,7 +40,7 @@ def test_the_table_has_a_line_a_row(capsys):
     ]
 
 
-@pytest.mark.parametrize("shape", ["512", "512x", "64x32", "0x8", "axb"])
+@pytest.mark.parametrize("shape", ["512", "512x", "64x32", "0x8", "axb", "8xax8"])
 def test_a_shape_that_is_none_is_refused(shape, capsys):
     with pytest.raises(SystemExit, match="2"):
         newton_schulz.main(["--shapes", shape])
