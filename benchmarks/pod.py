@@ -234,14 +234,13 @@ def make_mesh(topology: str, axes: str):
             f"{', '.join(CHIPS)}"
         )
     shape = {}
-    sizes = [pair.partition("=")[0] for pair in axes.split(",")]
     for pair in axes.split(","):
         name, _, size = pair.partition("=")
         if not size.isdigit():
             raise ValueError(f"--mesh {axes!r}: expected name=size,name=size")
-        shape[name] = int(size)
-        if sizes.count(name) > 1:
+        if name in shape:
             raise ValueError(f"--mesh {axes!r} names {name} twice")
+        shape[name] = int(size)
     try:
         description = topologies.get_topology_desc(
             platform="tpu", topology_name=topology

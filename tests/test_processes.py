@@ -124,3 +124,19 @@ def test_one_process_that_fails_does_not_wait_for_the_others(raised, status, sai
         timeout=50,
     )
     assert done.returncode == status and said in done.stderr, done.stderr
+
+
+def test_freed_memory_is_kept_where_there_is_glibc(monkeypatch):
+    """What mallopt is told, by the numbers of malloc.h; elsewhere nothing happens."""
+    told = []
+
+    class Library:
+        def mallopt(self, parameter, value):
+            told.append((parameter, value))
+            return 1
+
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: Library())
+    assert processes.keep_freed_memory()
+    assert told == [(-4, 0), (-1, 2**31 - 1), (-8, 1)]
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: object())
+    assert not processes.keep_freed_memory()
