@@ -143,18 +143,18 @@ def check_momenta(paths: list[Path], momenta: list, params, dtype) -> None:
             )
 
 
-def check_gradient(path: Path, like, gradient) -> None:
-    """Raises unless a gradient is an array of floats shaped like its leaf."""
+def check_gradient(path: Path, like, gradient, what: str = "gradient") -> None:
+    """Raises unless a gradient, or `what` it is, is of floats shaped like its leaf."""
     where = describe_leaf(name_of(path), like.shape)
     if not is_array(gradient) or isinstance(gradient, jax.ShapeDtypeStruct):
         raise TypeError(
-            f"{where}: its gradient is no array but {type(gradient).__name__}"
+            f"{where}: its {what} is no array but {type(gradient).__name__}"
         )
     if tuple(gradient.shape) != tuple(like.shape):
-        raise ValueError(f"{where}: its gradient has shape {tuple(gradient.shape)}")
+        raise ValueError(f"{where}: its {what} has shape {tuple(gradient.shape)}")
     if not any(gradient.dtype == jnp.dtype(f) for f in FLOATS):
         raise TypeError(
-            f"{where}: its gradient has dtype {gradient.dtype}, expected one of "
+            f"{where}: its {what} has dtype {gradient.dtype}, expected one of "
             f"{', '.join(jnp.dtype(f).name for f in FLOATS)}"
         )
 

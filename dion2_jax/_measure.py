@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dion2_jax._groups import Group
+from dion2_jax._layout import Layout
 from dion2_jax._options import Options
 from dion2_jax._plan import Plan
 from dion2_jax._ranking import (
@@ -124,14 +125,15 @@ def reports(leaves: list[list[Part]]) -> list[dict[str, jax.Array]]:
     """The report of every leaf; those of the same shapes are computed together."""
     alike: dict = {}
     for i, parts in enumerate(leaves):
-        alike.setdefault(tuple(p.norms.shape for p in parts), []).append(i)
+        if parts:
+            shapes = tuple(p.norms.shape for p in parts)
+            alike.setdefault((shapes, jax.tree.structure(parts)), []).append(i)
     found: list[dict] = [{} for _ in leaves]
-    for shapes, at in alike.items():
-        if shapes:
-            parts = jax.tree.map(lambda *x: jnp.stack(x), *(leaves[i] for i in at))
-            numbers = jax.vmap(report)(parts)
-            for n, i in enumerate(at):
-                found[i] = {name: x[n] for name, x in numbers.items()}
+    for at in alike.values():
+        parts = jax.tree.map(lambda *x: jnp.stack(x), *(leaves[i] for i in at))
+        numbers = jax.vmap(report)(parts)
+        for n, i in enumerate(at):
+            found[i] = {name: x[n] for name, x in numbers.items()}
     return found
 
 
@@ -150,7 +152,10 @@ def report(parts: list[Part]) -> dict[str, jax.Array]:
     found = {"selected_mass": taken / jnp.where(mass == 0, 1, mass)}
     found |= {f"norm_{q}": quantiles[i] for i, q in enumerate(QUANTILES)}
     if all(p.waited is not None for p in parts):
-        waited = total(jnp.where(p.selected, p.waited, 0) for p in parts)
+        # In float32: sums of int32 overflow, and with x64 quotients are float64.
+        waited = total(
+            jnp.where(p.selected, p.waited, 0).astype(jnp.float32) for p in parts
+        )
         found["wait_mean"] = waited / total(p.selected for p in parts)
         longest = jnp.max(jnp.stack([jnp.max(p.waited) for p in parts]))
         found["wait_max"] = longest.astype(jnp.float32)
@@ -166,6 +171,8 @@ def report(parts: list[Part]) -> dict[str, jax.Array]:
 
 def _whole(plan: Plan, group: Group, norms, mask, sums):
     """Of every member norms and mask `[M, n]` and sums `[M, 3]`, of all devices.
+
+    Matrices and slices are in the order of the leaf, on every mesh: waits outlive one.
 
     Args:
         plan, group: of the mesh, and the group.
@@ -186,9 +193,35 @@ def _whole(plan: Plan, group: Group, norms, mask, sums):
         )
     for m, own, numbers in by_member(group, slices, sums):
         start = group.first(m)
-        own = own[..., start : start + group.n].reshape(-1, group.n)
+        own = _in_order(own, plan.layout(m), batch)[:, start : start + group.n]
         numbers = None if numbers is None else numbers.reshape(-1, 3)
         yield m, abs(own), jnp.signbit(own), numbers
+
+
+def _in_order(x, layout: Layout, batch: Names) -> jax.Array:
+    """`[M, n]`, ordered as the leaf, from what every device has, device after device.
+
+    Args:
+        x: `[M_local, D, n]`, the slices shard after shard; without `batch` no D.
+        batch: mesh axes of D devices, among which the matrices are dealt out.
+    """
+    local = layout.local_sizes(layout.batch)
+    x = x.reshape(*local, *(layout.mesh.shape[a] for a in batch), x.shape[-1])
+    order = []
+    for i, axis in enumerate(layout.batch):
+        names = [a for a in layout.names[axis] if a in batch]
+        order += [*(len(local) + batch.index(a) for a in names), i]
+    x = x.transpose(*order, x.ndim - 1).reshape(-1, x.shape[-1])
+    if layout.block and layout.select_is_output:
+        return x  # shards of the output follow each other, or there are none
+    parts = layout.local_sizes(layout.select)
+    counts = (
+        layout.shape[a] // size for a, size in zip(layout.select, parts, strict=True)
+    )
+    x = x.reshape(len(x), *counts, *parts)
+    k = len(parts)
+    order = [j for i in range(1, k + 1) for j in (i, k + i)]
+    return x.transpose(0, *order).reshape(len(x), -1)
 
 
 def _sums(plan: Plan, group: Group, chosen: Selected, leaves: list[Leaf]) -> jax.Array:

@@ -29,6 +29,8 @@ from dion2_jax._settings import plans_by_mesh, read_settings
 from dion2_jax._transform import ScaleByDion2State, laid_as
 from dion2_jax._trees import leaf_paths, name_of, resolve_entries
 
+NAMES = ("gradient", "parameter", "update")  # of what `measure` gets of a leaf
+
 
 class Stats(NamedTuple):
     """The two functions that `stats` returns."""
@@ -42,8 +44,9 @@ def stats(fraction: float = 0.25, **arguments) -> Stats:
 
     Both may be called inside `jit`, on any layout that `dion2` takes.
 
-    `init(params)` returns the waits: for every matrix `int32[M, n]`, of M matrices of n
-    slices, how many steps each has waited. As small as one number a slice.
+    `init(params)` returns the waits: for every leaf `int32[M, n]`, of its M matrices of
+    n slices, in their order, how many steps each has waited. As small as one number a
+    slice.
 
     `measure(grads, state, params, waits=None, updates=None)` returns report and waits:
 
@@ -142,24 +145,20 @@ def stats(fraction: float = 0.25, **arguments) -> Stats:
     def measure(grads, state, params, waits=None, updates=None):
         paths, parameters, layouts = matrices(params)
         state = _find_state(state)
-        momenta = _at(state.mu, paths)
-        for path, mu in zip(paths, momenta, strict=True):
-            if mu is None:
-                raise ValueError(
-                    f"the state has no momentum for the matrix {name_of(path)!r}: give "
-                    f"stats the arguments that the optimizer was made with"
-                )
+        momenta = _momenta_of(state, paths)
         blocks = layouts(momenta)
         gradients = _at(grads, paths)
         made = [None] * len(paths) if updates is None else _at(updates, paths)
-        waiting = [None] * len(paths) if waits is None else list(waits)
+        waiting = [None] * len(paths) if waits is None else _by_leaf(waits, blocks)
         present = [i for i, g in enumerate(gradients) if g is not None]
         leaves = []
         for i in present:
-            check_gradient(paths[i], momenta[i], gradients[i])
+            three = gradients[i], parameters[i], made[i]
+            for what, x in zip(NAMES, three, strict=True):
+                if x is not None:
+                    check_gradient(paths[i], momenta[i], x, what)
             gradient, parameter, update = (
-                None if x is None else laid_as(x, blocks[i][0])
-                for x in (gradients[i], parameters[i], made[i])
+                None if x is None else laid_as(x, blocks[i][0]) for x in three
             )
             leaves.append(Leaf(gradient, momenta[i], parameter, update, waiting[i]))
         by_leaf: dict[str, dict] = {}
@@ -216,19 +215,56 @@ def _find_state(state) -> ScaleByDion2State:
     return found[0]
 
 
+def _momenta_of(state: ScaleByDion2State, paths) -> list:
+    """The momentum of every matrix, in the order of `paths`."""
+    found = dict(zip(*leaf_paths(state.mu)[:2], strict=True))
+    for path in paths:
+        if path not in found:
+            raise ValueError(
+                f"the state has no momentum for the matrix {name_of(path)!r}: give "
+                f"stats the arguments that the optimizer was made with"
+            )
+    for path in found.keys() - set(paths):
+        raise ValueError(
+            f"the state has momentum for {name_of(path)!r}, which is no matrix of "
+            f"these parameters by the arguments of stats: give it those that the "
+            f"optimizer was made with"
+        )
+    return [found[path] for path in paths]
+
+
+def _by_leaf(waits, blocks: list[tuple[Layout, ...]]) -> list[tuple]:
+    """Of every leaf its waits, one array a block."""
+    wanted = [_waits_shape(layout) for leaf in blocks for layout in leaf]
+    arrays = jax.tree.leaves(waits)
+    found = [jnp.shape(x) for x in arrays]
+    if found != wanted:
+        raise ValueError(
+            f"expected waits of shapes {wanted}, found {found}: give what init(params) "
+            f"of these stats returned, or measure at the step before"
+        )
+    left = iter(arrays)
+    return [tuple(next(left) for _ in leaf) for leaf in blocks]
+
+
 def _at(tree, paths) -> list:
     """The leaf of every path; None where there is none."""
     found = dict(zip(*leaf_paths(tree)[:2], strict=True))
     return [found.get(path) for path in paths]
 
 
-def _no_waits(layout: Layout, x) -> jax.Array:
-    """int32[M, n] of zeros for one leaf or block, on all devices of its mesh."""
+def _waits_shape(layout: Layout) -> tuple[int, int]:
+    """(M, n): matrices of one leaf or block, and slices of each."""
     size = lambda axes: math.prod(layout.shape[a] for a in axes)  # noqa: E731
     n = size(layout.select)
     if layout.block and layout.select_is_output:
         n = layout.block[1]
+    return size(layout.batch), n
+
+
+def _no_waits(layout: Layout, x) -> jax.Array:
+    """int32[M, n] of zeros for one leaf or block, on all devices of its mesh."""
     device = None
     if isinstance(layout.mesh, Mesh) and not isinstance(x, jax.core.Tracer):
         device = NamedSharding(layout.mesh, PartitionSpec())
-    return jnp.zeros((size(layout.batch), n), jnp.int32, device=device)
+    return jnp.zeros(_waits_shape(layout), jnp.int32, device=device)

@@ -148,6 +148,9 @@ def test_every_layout_equals_numpy(name):
         assert report["leaves"].keys() == leaves.keys()
         for w, numbers in report["leaves"].items():
             assert_numbers(numbers, expected(parts[w]))
+        for each, ages in zip(waits, (age[w] for w in sorted(leaves)), strict=True):
+            for found, steps in zip(each, ages, strict=True):
+                np.testing.assert_array_equal(found, steps)
         rows = dion2_jax.describe(placed, **arguments).rows
         members = {}
         for row in rows:
@@ -159,6 +162,44 @@ def test_every_layout_equals_numpy(name):
                 assert_numbers(numbers, expected(members[g]))
     again = jax.eval_shape(stats.init, placed)
     assert jax.tree.map(jnp.shape, waits) == jax.tree.map(jnp.shape, again)
+
+
+def test_waits_are_in_the_order_of_the_leaf():
+    """Matrix i of the stack selects slices 2 i and 2 i + 1, wherever it lies."""
+    mesh = make_mesh((2, 2, 2), "auto")
+    x = np.ones((8, 16, 4), np.float32)
+    wanted = np.ones((8, 16), int)
+    for i in range(8):
+        x[i, 2 * i : 2 * i + 2] = 9
+        wanted[i, 2 * i : 2 * i + 2] = 0
+    params = {"w": place(x, mesh, (("b", "a"),))}
+    arguments = dict(
+        weight_dimension_numbers=MuonDimensionNumbers(1, 2),
+        param_shardings=dion2_jax.shardings_of(params),
+        select_axis="reduction",
+    )
+    stats = dion2_jax.stats(0.125, **arguments)
+    state = dion2_jax.scale_by_dion2(0.125, **arguments).init(params)
+    _, waits = stats.measure(params, state, params, stats.init(params))
+    np.testing.assert_array_equal(waits[0][0], wanted)
+
+
+def test_updates_may_be_of_some_leaves_alone():
+    params = {"a": jnp.ones((4, 6)), "b": jnp.ones((4, 8))}  # norms of one shape
+    state, stats = dion2_jax.scale_by_dion2().init(params), dion2_jax.stats()
+    report, _ = stats.measure(params, state, params, updates={"a": params["a"]})
+    assert "update_to_parameter" in report["leaves"]["a"]
+    assert "update_to_parameter" not in report["leaves"]["b"]
+
+
+def test_numbers_are_float32_with_x64():
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones((4, 6))}
+        state, stats = dion2_jax.scale_by_dion2().init(params), dion2_jax.stats()
+        waits = stats.init(params)
+        report, waits = stats.measure(params, state, params, waits, params)
+    assert params["w"].dtype == jnp.float64 and waits[0][0].dtype == jnp.int32
+    assert {x.dtype for x in report["leaves"]["w"].values()} == {np.dtype("float32")}
 
 
 def test_it_measures_what_dion2_selects_and_leaves_the_state_alone():
@@ -249,3 +290,15 @@ def test_errors_name_what_to_give():
     other = dion2_jax.stats(weight_dimension_numbers=MuonDimensionNumbers(0, 1))
     with pytest.raises(ValueError, match="no momentum for the matrix 'head'"):
         other.measure(params, state, params)
+    more = dion2_jax.scale_by_dion2(weight_dimension_numbers=MuonDimensionNumbers(0, 1))
+    stats = dion2_jax.stats()
+    with pytest.raises(ValueError, match="has momentum for 'head', which is no matrix"):
+        stats.measure(params, more.init(params), params)
+    turned = {"w": jnp.ones((6, 4))}
+    with pytest.raises(ValueError, match=r"its update has shape \(6, 4\)"):
+        stats.measure(params, state, params, updates=turned)
+    with pytest.raises(ValueError, match=r"its parameter has shape \(6, 4\)"):
+        stats.measure(params, state, params | turned)
+    for wrong in ((), stats.init({"w": jnp.ones((6, 5))}), params):
+        with pytest.raises(ValueError, match=r"of shapes \[\(1, 4\)\], found \["):
+            stats.measure(params, state, params, wrong)
