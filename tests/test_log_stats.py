@@ -77,7 +77,7 @@ def test_a_resumed_run_repeats_its_stats_and_writes_no_step_twice(
     assert (out / "stats.csv").read_bytes() == (logged / "stats.csv").read_bytes()
 
 
-def test_waits_may_be_missing_in_a_checkpoint_or_be_too_many(tmp_path):
+def test_waits_may_be_missing_in_a_checkpoint_or_be_others(tmp_path):
     def state(step, waits):
         return training.TrainState(jnp.int32(step), jnp.ones(3), jnp.ones(2), waits)
 
@@ -91,6 +91,10 @@ def test_waits_may_be_missing_in_a_checkpoint_or_be_too_many(tmp_path):
     assert not checkpoints.restore(2, zeros).waits[0][0].any()
     restored = checkpoints.restore(1, state(0, None))
     assert restored.step == 1 and restored.waits is None
+    # Another mesh, another axis to select from.
+    other = ((jnp.zeros((1, 6), int),),)
+    restored = checkpoints.restore(1, state(0, other)).waits[0][0]
+    assert restored.shape == (1, 6) and not restored.any()
     with pytest.raises(UserError, match="is only in the checkpoint"):
         checkpoints.restore(1, state(0, None)._replace(opt_state=None))
     checkpoints.close()

@@ -97,8 +97,9 @@ class Checkpoints:
     def restore(self, step: int, like):
         """The checkpoint of `step`, with the structure, types and shardings of `like`.
 
-        Waits are as in `like` where the checkpoint has none: --log-stats may come and
-        go from one run to the next.
+        Waits are as in `like` where the checkpoint has none of their shape: --log-stats
+        may come and go from one run to the next, and another mesh may select from
+        another axis.
 
         Raises:
             UserError: the checkpoint holds other arrays than `like`.
@@ -106,7 +107,11 @@ class Checkpoints:
         path = self.folder / str(step)
         wanted = flatten(like)
         found = self._orbax.metadata(path).item_metadata.tree
-        waits = {n for n in wanted.keys() ^ found.keys() if n.startswith("waits.")}
+        waits = {
+            name
+            for name in wanted.keys() | found.keys()
+            if name.startswith("waits.") and not _alike(wanted, found, name)
+        }
         _compare(path, wanted, found, waits)
         read = {n: _abstract(x) for n, x in wanted.items() if n in found}
         for name in waits & found.keys():  # read, for Orbax reads all, and dropped
@@ -114,7 +119,8 @@ class Checkpoints:
             read[name] = jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=like.step.sharding
             )
-        values = wanted | self._orbax.restore(path, read)
+        restored = self._orbax.restore(path, read)
+        values = wanted | {n: x for n, x in restored.items() if n not in waits}
         leaves = [values[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -145,6 +151,12 @@ def _failing(folder: pathlib.Path, step: int):
 
 def _abstract(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _alike(wanted, found, name) -> bool:
+    """Whether both have an array of this name, of one shape."""
+    here = name in wanted and name in found
+    return here and tuple(found[name].shape) == wanted[name].shape
 
 
 def _compare(path, wanted, found, apart) -> None:
