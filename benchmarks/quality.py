@@ -38,7 +38,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     flag(
         "--only",
-        type=re.compile,
+        type=_pattern,
         default=re.compile(""),
         metavar="PATTERN",
         help="runs in whose label, such as small/dion2-0.25-global, this regular "
@@ -67,9 +67,38 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _pattern(text: str) -> re.Pattern:
+    """A regular expression that is found in the label of some run."""
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no regular expression: {error}"
+        ) from None
+    labels = [f"small/{name}" for name in NAMED]
+    labels += [f"large/{setting.name}" for setting in quality_settings.CONFIRMED]
+    if not any(map(pattern.search, labels)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is found in no label; there are {', '.join(labels)}"
+        )
+    return pattern
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = parse(argv)
+    try:
+        return perform(args)
+    except KeyboardInterrupt:
+        print("stopped; the run that was under way begins anew next time")
+        return 130
+    except quality_rows.BadRow as error:
+        print(f"quality.py: {error}", file=sys.stderr)
+        return 1
+
+
+def perform(args: argparse.Namespace) -> int:
+    """What the flags ask for; returns the exit status."""
     if args.plots:
         import quality_plots
 
@@ -82,11 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     processes.emulate(quality_settings.DEVICES)
-    try:
-        return study(args)
-    except KeyboardInterrupt:
-        print("stopped; the run that was under way begins anew next time")
-        return 130
+    return study(args)
 
 
 def study(args: argparse.Namespace) -> int:
@@ -97,11 +122,13 @@ def study(args: argparse.Namespace) -> int:
     corpus = data.load(None, LENGTH + 1)
     begun, longest = time.monotonic(), 0.0
     trainer, trained = None, None
+    # Now, not after a run has been trained for it.
+    quality_rows.read(args.out / "curves.csv", quality_rows.CURVES)
     while True:
         done = quality_rows.finished(args.out / "runs.csv")
         run = quality_settings.next_run(done, args.steps, args.only.search)
         if run is None:
-            print("all runs are done")
+            print(nothing_left(done, args))
             return 0
         start = time.monotonic()
         if start + longest - begun >= 60 * args.limit_minutes:
@@ -119,6 +146,21 @@ def study(args: argparse.Namespace) -> int:
         longest = max(longest, seconds)
         print(f" nats in {seconds:.0f} s", flush=True)
         save(args.out, run, curve, seconds)
+
+
+def nothing_left(done, args: argparse.Namespace) -> str:
+    """Why there is no run to begin: large ones wait for the rates of small ones."""
+    waiting = [
+        setting.name
+        for setting in quality_settings.CONFIRMED
+        if args.only.search(f"large/{setting.name}")
+        and quality_settings.next_rate(
+            setting.first_rate, quality_settings.tuning(done, setting, args.steps)
+        )
+    ]
+    if waiting:
+        return f"large models wait for the rates of small/{', small/'.join(waiting)}"
+    return "all runs are done"
 
 
 def save(folder: Path, run: quality_settings.Run, curve, seconds: float) -> None:

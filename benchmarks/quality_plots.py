@@ -111,7 +111,7 @@ def report(folder: Path, figures: Path, steps: int) -> str:
         return f"{folder / 'runs.csv'} has no run of {steps} steps yet"
     figures.mkdir(parents=True, exist_ok=True)
     curves: dict[Run, list[tuple[int, float]]] = {}
-    for row in quality_rows.read(folder / "curves.csv"):
+    for row in quality_rows.read(folder / "curves.csv", quality_rows.CURVES):
         if row["validation_loss"]:
             point = int(row["tokens"]), float(row["validation_loss"])
             curves.setdefault(quality_rows.run_of(row), []).append(point)

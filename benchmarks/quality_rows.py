@@ -25,17 +25,43 @@ def run_of(row: dict[str, str]) -> Run:
     return Run(model, setting, float(rate), int(seed), int(steps))
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """All rows; none if there is no such file."""
+class BadRow(Exception):
+    """A line that is no row of its table: edited, merged or torn."""
+
+
+def read(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """All rows; none if there is no such file.
+
+    Raises:
+        BadRow: a line has other cells, or none that tell a run and a loss.
+    """
     if not path.exists():
         return []
+    rows = []
     with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+        reader = csv.reader(file)
+        for cells in reader:
+            try:
+                if reader.line_num == 1:
+                    if tuple(cells) != tuple(columns):
+                        raise ValueError
+                elif cells:
+                    row = dict(zip(columns, cells, strict=True))
+                    run_of(row)
+                    if row["validation_loss"] or columns is RUNS:
+                        float(row["validation_loss"])
+                    rows.append(row)
+            except ValueError:
+                raise BadRow(
+                    f"{path}, line {reader.line_num}: expected {','.join(columns)}, "
+                    f"found {','.join(cells)}: mend the line or take it out"
+                ) from None
+    return rows
 
 
 def finished(path: Path) -> dict[Run, float]:
-    """The final validation loss of every run in runs.csv."""
-    return {run_of(row): float(row["validation_loss"]) for row in read(path)}
+    """The final validation loss of every run in runs.csv; NaN of a diverged one."""
+    return {run_of(row): float(row["validation_loss"]) for row in read(path, RUNS)}
 
 
 def put(path: Path, columns: Sequence[str], run: Run, rows: list[dict]) -> None:
@@ -48,7 +74,7 @@ def put(path: Path, columns: Sequence[str], run: Run, rows: list[dict]) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        kept = [row for row in read(path) if run_of(row) != run]
+        kept = [row for row in read(path, columns) if run_of(row) != run]
         beside = path.with_suffix(".csv.tmp")
         with open(beside, "w", newline="") as file:
             writer = csv.DictWriter(file, columns, lineterminator="\n")

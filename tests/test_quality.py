@@ -118,7 +118,7 @@ def test_rows_of_a_run_replace_what_an_interrupted_one_left(tmp_path):
     quality_rows.put(path, quality_rows.CURVES, first, rows)
     quality_rows.put(path, quality_rows.CURVES, second, rows)
     quality_rows.put(path, quality_rows.CURVES, first, rows[:1])
-    found = quality_rows.read(path)
+    found = quality_rows.read(path, quality_rows.CURVES)
     runs = [quality_rows.run_of(row) for row in found]
     assert runs == [second, second, first]
     assert [row["tokens"] for row in found] == ["1", "2", "1"]
@@ -136,6 +136,42 @@ def test_writers_at_the_same_time_lose_no_row(tmp_path):
             )
         )
     assert quality_rows.finished(path) == dict.fromkeys(runs, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("runs.csv", "small,muon,0.02,0,305,,2498560"),  # torn
+        ("runs.csv", "small,muon,0.02,0,305,,2498560,,495"),  # without a loss
+        ("runs.csv", "<<<<<<< HEAD"),
+        ("curves.csv", "small,muon,much,0,305,1,2.0,2.0"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named_before_a_run_is_trained(
+    name, line, tmp_path, monkeypatch, capsys
+):
+    columns = quality_rows.RUNS if name == "runs.csv" else quality_rows.CURVES
+    (tmp_path / name).write_text(",".join(columns) + "\n\n" + line + "\n")
+    monkeypatch.setattr(quality_training, "Trainer", None)
+    assert quality.main(["--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert f"{name}, line 3: expected model,setting" in said and line in said
+
+
+@pytest.mark.parametrize("pattern", ["dion2_0.25", "large/dion2-0.125", "("])
+def test_a_pattern_that_finds_nothing_is_refused(pattern, capsys):
+    with pytest.raises(SystemExit):
+        quality.parse(["--only", pattern])
+    assert f"argument --only: {pattern!r} is" in capsys.readouterr().err
+
+
+def test_large_runs_wait_for_the_rates_of_the_small_model(tmp_path):
+    args = quality.parse(["--only", "^large/(muon|adamw)$", "--steps", "9"])
+    assert settings.next_run({}, 9, args.only.search) is None
+    said = quality.nothing_left({}, args)
+    assert said == "large models wait for the rates of small/muon, small/adamw"
+    done = play(loss_of, steps=9)
+    assert quality.nothing_left(done, args) == "all runs are done"
 
 
 LENGTH, BATCH, STEPS = 16, 8, 4
