@@ -37,11 +37,15 @@ VARIANTS = {  # of quality_fraction.png: how the lines over fractions differ
 
 
 class Tuned(NamedTuple):
-    """A setting at its best rate: final loss by seed, and whether the grid is whole."""
+    """A setting at its best rate: final loss by seed, and how far the grid has come.
+
+    whole: no rate is left to be tried. edge: the best is the lowest or highest tried.
+    """
 
     rate: float
     losses: dict[int, float]
     whole: bool
+    edge: bool
 
     @property
     def mean(self) -> float:
@@ -49,7 +53,15 @@ class Tuned(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        return min(self.losses.values()), max(self.losses.values())
+        """Lowest and highest loss; a diverged seed's, NaN, is the highest."""
+        order = sorted(self.losses.values(), key=lambda x: (math.isnan(x), x))
+        return order[0], order[-1]
+
+    def above(self, other: "Tuned | None") -> float:
+        """Mean difference over the seeds of both; NaN if there are none."""
+        both = self.losses.keys() & other.losses.keys() if other else ()
+        away = [self.losses[seed] - other.losses[seed] for seed in both]
+        return sum(away) / len(away) if away else math.nan
 
 
 def tuned(done: Mapping[Run, float], steps: int) -> dict[Setting, Tuned]:
@@ -66,14 +78,18 @@ def tuned(done: Mapping[Run, float], steps: int) -> dict[Setting, Tuned]:
             if (run := Run("small", setting.name, rate, seed, steps)) in done
         }
         whole = next_rate(setting.first_rate, grid) is None
-        result[setting] = Tuned(rate, losses, whole)
+        edge = rate in (min(grid), max(grid))
+        result[setting] = Tuned(rate, losses, whole, edge)
     return result
 
 
 def table(done: Mapping[Run, float], steps: int) -> str:
-    """Markdown: every setting at its best rate, small model, then the large one."""
+    """Markdown: every setting at its best rate, small model, then the large one.
+
+    What is above Muon is the mean over the seeds that both have: seeds differ, too.
+    """
     rows = tuned(done, steps)
-    muon = rows[Setting("muon")].mean if Setting("muon") in rows else math.nan
+    muon = rows.get(Setting("muon"))
     lines = [
         "| setting | best rate | seeds | final loss, mean (lowest to highest) "
         "| above Muon |",
@@ -81,10 +97,11 @@ def table(done: Mapping[Run, float], steps: int) -> str:
     ]
     for setting, row in rows.items():
         low, high = row.bounds
-        rate = f"{row.rate:g}" + ("" if row.whole else ", grid not finished")
+        doubt = ", edge of its grid" if row.edge else ""
+        rate = f"{row.rate:g}" + (doubt if row.whole else ", grid not finished")
         lines.append(
             f"| {setting.name} | {rate} | {len(row.losses)} "
-            f"| {row.mean:.3f} ({low:.3f} to {high:.3f}) | {row.mean - muon:+.3f} |"
+            f"| {row.mean:.3f} ({low:.3f} to {high:.3f}) | {row.above(muon):+.3f} |"
         )
     large = {
         setting: {
@@ -104,11 +121,17 @@ def table(done: Mapping[Run, float], steps: int) -> str:
 
 
 def report(folder: Path, figures: Path, steps: int) -> str:
-    """Draws both figures from the CSV files in `folder`; returns the table."""
+    """Draws both figures from the CSV files in `folder`; returns the table.
+
+    The figures show finished grids alone: only these have a best rate.
+    """
     done = quality_rows.finished(folder / "runs.csv")
     rows = tuned(done, steps)
     if not rows:
         return f"{folder / 'runs.csv'} has no run of {steps} steps yet"
+    rows = {setting: row for setting, row in rows.items() if row.whole}
+    if not rows:
+        return table(done, steps)
     figures.mkdir(parents=True, exist_ok=True)
     curves: dict[Run, list[tuple[int, float]]] = {}
     for row in quality_rows.read(folder / "curves.csv", quality_rows.CURVES):
@@ -144,12 +167,12 @@ def _loss_figure(rows: dict[Setting, Tuned], curves, steps: int):
             continue
         row = rows[setting]
         runs = [
-            curves.get(Run("small", setting.name, row.rate, seed, steps), [])
+            dict(curves.get(Run("small", setting.name, row.rate, seed, steps), []))
             for seed in row.losses
         ]
-        marks = [points for points in zip(*runs, strict=False)]
-        tokens = [points[0][0] / 1e6 for points in marks]
-        losses = [[loss for _, loss in points] for points in marks]
+        marks = common_marks(runs)
+        tokens = [mark / 1e6 for mark in marks]
+        losses = list(marks.values())
         mean = [sum(x) / len(x) for x in losses]
         axes.plot(tokens, mean, "o-", ms=3, color=f"C{i}", label=_label(setting, row))
         axes.fill_between(
@@ -160,6 +183,19 @@ def _loss_figure(rows: dict[Setting, Tuned], curves, steps: int):
     axes.set_title(BANDS)
     axes.legend()
     return figure
+
+
+def common_marks(runs: list[dict[int, float]]) -> dict[int, list[float]]:
+    """{tokens: losses of all runs} where all have one: to where the first diverged.
+
+    A run that has no curve takes no part.
+    """
+    runs = [run for run in runs if run]
+    return {
+        mark: [run[mark] for run in runs]
+        for mark in (runs[0] if runs else ())
+        if all(mark in run and not math.isnan(run[mark]) for run in runs)
+    }
 
 
 def _fraction_figure(rows: dict[Setting, Tuned]):
@@ -200,4 +236,5 @@ def _fraction_figure(rows: dict[Setting, Tuned]):
 
 
 def _label(setting: Setting, row: Tuned) -> str:
-    return f"{setting.name}, rate {row.rate:g}, {row.mean:.3f}"
+    seeds = "" if len(row.losses) == len(SEEDS) else f", seeds: {len(row.losses)}"
+    return f"{setting.name}, rate {row.rate:g}, {row.mean:.3f}{seeds}"

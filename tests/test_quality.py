@@ -330,3 +330,51 @@ def test_table_says_which_grid_is_not_finished():
     }
     text = quality_plots.table(done, 9)
     assert "| muon | 0.04, grid not finished | 1 | 1.500 (1.500 to 1.500) |" in text
+
+
+def test_table_says_where_the_best_rate_is_the_last_one_tried():
+    rates = [0.02 * 2**i for i in range(-1, 5)]
+    done = {Run("small", "muon", x, 0, 9): 2.0 - x for x in rates}
+    assert "| muon | 0.32, edge of its grid | 1 |" in quality_plots.table(done, 9)
+
+
+def test_figures_show_finished_grids_alone(tmp_path, monkeypatch):
+    drawn = []
+    for name in ("_loss_figure", "_fraction_figure"):
+        monkeypatch.setattr(quality_plots, name, lambda rows, *_: drawn.append(rows))
+    monkeypatch.setattr(quality_plots, "_save", lambda figure, path: None)
+    row = dict(fraction="", tokens=1, seconds=1)
+
+    def report(setting, *rates):
+        for rate in rates:
+            run = Run("small", setting, rate, 0, 9)
+            loss = [row | dict(validation_loss=loss_of(run, 0.02))]
+            quality_rows.put(tmp_path / "runs.csv", quality_rows.RUNS, run, loss)
+        return quality_plots.report(tmp_path, tmp_path, 9)
+
+    assert "grid not finished" in report("muon", 0.02, 0.04) and not drawn
+    report("muon", 0.01)
+    assert "grid not finished" in report("adamw", 0.004)
+    assert {setting for rows in drawn for setting in rows} == {Setting("muon")}
+
+
+def test_table_compares_the_same_seeds():
+    """Seeds differ by more than settings do: Muon has three of them, AdamW two."""
+    done = {Run("small", "muon", 0.02, seed, 9): 2.0 + seed for seed in SEEDS}
+    done |= {Run("small", "adamw", 0.004, seed, 9): 2.5 + seed for seed in SEEDS[:2]}
+    text = quality_plots.table(done, 9)
+    assert "| 3 | 3.000 (2.000 to 4.000) | +0.000 |" in text
+    assert "| 2 | 3.000 (2.500 to 3.500) | +0.500 |" in text
+
+
+@pytest.mark.parametrize("diverged", SEEDS[1:])
+def test_a_diverged_seed_is_in_the_table(diverged):
+    losses = {0: 2.0, 1: 2.1, 2: 2.2, diverged: math.nan}
+    done = {Run("small", "muon", 0.02, seed, 9): x for seed, x in losses.items()}
+    assert "| 3 | nan (2.000 to nan) | +nan |" in quality_plots.table(done, 9)
+
+
+def test_a_curve_goes_to_where_the_first_seed_diverged():
+    runs = [{10: 3.0, 20: 2.0, 30: 1.5}, {10: 3.5, 17: math.nan}, {}]
+    assert quality_plots.common_marks(runs) == {10: [3.0, 3.5]}
+    assert quality_plots.common_marks([{}]) == {}
