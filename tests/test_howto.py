@@ -140,13 +140,15 @@ def test_commands_of_the_pod_page(monkeypatch):
     assert all(args.distributed or args.processes > 1 for args in parsed)
 
 
-def test_every_script_is_short_and_listed():
+def test_every_script_is_short_listed_and_tested():
     page = (ROOT / "docs" / "howto.md").read_text()
+    tests = pathlib.Path(__file__).read_text()
     assert len(SCRIPTS) >= 11
     for script in SCRIPTS:
         lines = script.read_text().splitlines()
         assert len(lines) < 80, script.name
         assert f"../examples/howto/{script.name}" in page, script.name
+        assert f'= run("{script.stem}"' in tests, script.name
         assert f"python examples/howto/{script.name}" in lines[2], script.name
     assert "docs/howto.md" in (ROOT / "README.md").read_text()
     assert "tpu_pod.md" in page
