@@ -90,7 +90,7 @@ def measure_plan(plan: Plan, options: Options, positions, leaves: list[Leaf], co
         norms = combine_scores(jnp.concatenate(scores), group.other_mesh, "l1")
         sums = None
         if all(leaves[m.leaf].update is not None for m in group.members):
-            sums = _sums(plan, group, chosen, leaves)
+            sums = _sums(plan, group, chosen, leaves, jax.random.key(count))
         for m, whole, mask, numbers in _whole(plan, group, norms, chosen.mask, sums):
             waited, waits = None, new[m.leaf]
             if waits is not None:
@@ -224,7 +224,9 @@ def _in_order(x, layout: Layout, batch: Names) -> jax.Array:
     return x.transpose(0, *order).reshape(len(x), -1)
 
 
-def _sums(plan: Plan, group: Group, chosen: Selected, leaves: list[Leaf]) -> jax.Array:
+def _sums(
+    plan: Plan, group: Group, chosen: Selected, leaves: list[Leaf], key
+) -> jax.Array:
     """float32[N, 3]: of every matrix, as `Part.sums`."""
     updates, parameters, columns = [], [], []
     for m in group.members:
@@ -246,26 +248,28 @@ def _sums(plan: Plan, group: Group, chosen: Selected, leaves: list[Leaf]) -> jax
     rows, meshes = chosen.mask, (group.select_mesh, group.other_mesh)
     if group.splits_rows():
         u, rows, meshes = u.mT, jnp.concatenate(columns), meshes[::-1]
-    error = _error(u, rows, min(group.shape), squares[:, 2], *meshes)
+    error = _error(key, u, rows, min(group.shape), squares[:, 2], *meshes)
     return jnp.stack([squares[:, 0], squares[:, 1], error], axis=1)
 
 
-def _error(u, rows, r: int, squares, row_mesh: Names, column_mesh: Names) -> jax.Array:
+def _error(
+    key, u, rows, r: int, squares, row_mesh: Names, column_mesh: Names
+) -> jax.Array:
     """float32[N]: |U U^T / s - 1|_F^2 / r with s = |U|_F^2 / r, by one random vector.
 
     Of random signs v the square of (U U^T / s - 1) v has that mean (Hutchinson), and
     needs vectors alone.
 
     Args:
+        key: of the vectors, another at every step: errors of the estimate average out.
         u: float32[N, r_local, c_local], zero in other rows than the r that count.
         rows: bool[N, r_local], those.
         squares: float32[N], of u's norms.
         row_mesh, column_mesh: mesh axes that shard u.
     """
-    key = jax.random.key(0)
     if row_mesh:
         key = jax.random.fold_in(key, lax.axis_index(row_mesh))
-    signs = jax.random.rademacher(key, (1, rows.shape[1]), jnp.float32)
+    signs = jax.random.rademacher(key, rows.shape, jnp.float32)
     v = jnp.where(rows, signs, 0)
     product = lambda equation, x: jnp.einsum(  # noqa: E731
         equation, u, x, precision=lax.Precision.HIGHEST

@@ -251,9 +251,27 @@ def test_the_random_estimate_of_the_error_is_near():
     gram = u @ u.swapaxes(1, 2) / scale[:, None, None]
     exact = np.square(gram - np.eye(8)).sum(axis=(1, 2)) / 8
     rows = jnp.ones((64, 8), bool)
-    found = _error(jnp.asarray(u), rows, 8, jnp.asarray(8 * scale), (), ())
-    # One vector of signs for all: 64 matrices leave 5 % of chance.
+    key = jax.random.key(0)
+    found = _error(key, jnp.asarray(u), rows, 8, jnp.asarray(8 * scale), (), ())
+    # A vector of signs for each: 64 matrices leave 5 % of chance.
     assert float(found.mean()) == pytest.approx(exact.mean(), rel=0.15)
+
+
+def test_the_estimate_of_the_error_averages_out_over_steps():
+    params, u = {"w": jnp.ones((3, 20))}, normal((3, 20))
+    scale = np.square(u).sum() / 3
+    exact = np.square(u @ u.T / scale - np.eye(3)).sum() / 3
+    state, stats = dion2_jax.scale_by_dion2(1.0).init(params), dion2_jax.stats(1.0)
+
+    def error(count):
+        before = state._replace(count=count)
+        report, _ = stats.measure(params, before, params, updates={"w": u})
+        return report["leaves"]["w"]["orthogonality_error"]
+
+    found = np.square(np.asarray(jax.vmap(error)(jnp.arange(400)), np.float64))
+    # As much chance as the steps themselves show; 4 deviations of it.
+    assert found.mean() == pytest.approx(exact, abs=4 * found.std() / 20)
+    assert found.std() < exact  # so the line above says something
 
 
 def test_nothing_is_measured_before_the_updates_are_there():
