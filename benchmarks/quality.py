@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import quality_rows  # noqa: E402
 import quality_settings  # noqa: E402
 from lm import data, processes  # noqa: E402
+from lm.errors import UserError  # noqa: E402
 
 NAMED = {setting.name: setting for setting in quality_settings.SETTINGS}
 LENGTH = 128
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the run that was under way begins anew next time")
         return 130
-    except quality_rows.BadRow as error:
+    except (quality_rows.BadRow, UserError) as error:
         print(f"quality.py: {error}", file=sys.stderr)
         return 1
 

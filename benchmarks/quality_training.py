@@ -38,17 +38,9 @@ def make_optimizer(setting: Setting, shardings, peak, steps: int):
     rate = optimizers.schedule(peak, args)
     if setting.optimizer == "adamw":
         return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=WEIGHT_DECAY)
-    common = dict(
-        adam_learning_rate=optimizers.schedule(ADAM_RATE, args),
-        adam_b2=0.95,
-        weight_decay=WEIGHT_DECAY,
-        adam_weight_decay=WEIGHT_DECAY,
-    )
+    adam_rate = optimizers.schedule(ADAM_RATE, args)
     if setting.optimizer == "muon":
-        matrices = optimizers.block_matrices
-        return optax.contrib.muon(
-            rate, muon_weight_dimension_numbers=matrices, **common
-        )
+        return optimizers.make_muon(rate, adam_rate, WEIGHT_DECAY)
     return getattr(dion2_jax, setting.optimizer)(
         rate,
         setting.fraction,
@@ -56,7 +48,10 @@ def make_optimizer(setting: Setting, shardings, peak, steps: int):
         select_axis=setting.select_axis,
         score=setting.score,
         param_shardings=shardings,
-        **common,
+        adam_learning_rate=adam_rate,
+        adam_b2=0.95,
+        weight_decay=WEIGHT_DECAY,
+        adam_weight_decay=WEIGHT_DECAY,
     )
 
 

@@ -1,11 +1,14 @@
 """The optimizer by name, its learning-rate schedule, and who takes which parameter."""
 
 import argparse
+import inspect
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
+
+from lm.errors import UserError
 
 
 def schedule(peak: float, args: argparse.Namespace):
@@ -47,19 +50,33 @@ def make_optimizer(args: argparse.Namespace, params):
         tx = make(rate, args.fraction, adam_learning_rate=adam_rate, **matrix)
         table = str(dion2_jax.describe(params, fraction=args.fraction, **matrix))
     elif args.optimizer == "muon":
-        tx = optax.contrib.muon(
-            rate,
-            adam_learning_rate=adam_rate,
-            adam_b2=0.95,
-            weight_decay=args.weight_decay,
-            adam_weight_decay=args.weight_decay,
-            muon_weight_dimension_numbers=block_matrices,
-        )
+        tx = make_muon(rate, adam_rate, args.weight_decay)
         table = _table(params, lambda matrix: "muon" if matrix else "adamw")
     else:
         tx = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=args.weight_decay)
         table = _table(params, lambda matrix: "adamw")
     return optax.apply_if_finite(tx, max_consecutive_errors=2**30), rate, table
+
+
+def make_muon(rate, adam_rate, weight_decay: float) -> optax.GradientTransformation:
+    """optax.contrib.muon with its defaults, for the matrices of the layers.
+
+    Raises:
+        UserError: Optax is older than 0.2.7, whose Muon has one rate for all.
+    """
+    if "adam_learning_rate" not in inspect.signature(optax.contrib.muon).parameters:
+        raise UserError(
+            f"Muon with another learning rate for AdamW needs optax 0.2.7 or newer, "
+            f"found {optax.__version__}: pip install --upgrade optax"
+        )
+    return optax.contrib.muon(
+        rate,
+        adam_learning_rate=adam_rate,
+        adam_b2=0.95,
+        weight_decay=weight_decay,
+        adam_weight_decay=weight_decay,
+        muon_weight_dimension_numbers=block_matrices,
+    )
 
 
 def make_stats(args: argparse.Namespace, params):
