@@ -208,16 +208,14 @@ def _fraction_figure(rows: dict[Setting, Tuned]):
             for setting, row in rows.items()
             if setting.fraction and setting == kind(fraction=setting.fraction)
         }
-        whole = Setting(fields["optimizer"], 1.0)  # the same for all variants
-        if at and whole in rows:
-            at[1.0] = rows[whole]
         if not at:
             continue
         fractions = sorted(at)
         means = [at[f].mean for f in fractions]
         low, high = zip(*(at[f].bounds for f in fractions), strict=True)
-        axes.plot(fractions, means, "o-", color=f"C{i}", label=label)
+        axes.plot(fractions, means, "o-", ms=4, color=f"C{i}", label=label)
         axes.fill_between(fractions, low, high, alpha=0.2, color=f"C{i}", lw=0)
+        axes.vlines(fractions, low, high, color=f"C{i}")  # seen at a lone point, too
     for name, style in (("muon", "--"), ("adamw", ":")):
         row = rows.get(Setting(name))
         if row:
