@@ -90,7 +90,8 @@ def measure_plan(plan: Plan, options: Options, positions, leaves: list[Leaf], co
         norms = combine_scores(jnp.concatenate(scores), group.other_mesh, "l1")
         sums = None
         if all(leaves[m.leaf].update is not None for m in group.members):
-            sums = _sums(plan, group, chosen, leaves, jax.random.key(count))
+            key = jax.random.fold_in(jax.random.key(count), g)
+            sums = _sums(plan, group, chosen, leaves, key)
         for m, whole, mask, numbers in _whole(plan, group, norms, chosen.mask, sums):
             waited, waits = None, new[m.leaf]
             if waits is not None:
@@ -261,7 +262,7 @@ def _error(
     needs vectors alone.
 
     Args:
-        key: of the vectors, another at every step: errors of the estimate average out.
+        key: of the vectors, another at every step, so that what they miss averages out.
         u: float32[N, r_local, c_local], zero in other rows than the r that count.
         rows: bool[N, r_local], those.
         squares: float32[N], of u's norms.

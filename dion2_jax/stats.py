@@ -77,9 +77,9 @@ def stats(fraction: float = 0.25, **arguments) -> Stats:
     - wait_max: steps that the slice not selected for longest has waited.
     - orthogonality_error: `|U U^T / s - 1|_F / sqrt(r)` of the selected submatrix U of
       the update, r its short side, put first, s the mean of the diagonal of U U^T: 0
-      where all singular values are alike, whatever the learning rate. One random
-      vector a matrix and step estimates it, roughly where r is small: the mean of
-      squares over steps is exact. Weight decay in `updates` and normalized neurons
+      where all singular values are alike, whatever the learning rate. Random
+      vectors estimate it, others at every step, roughly where r is small: the mean of
+      squares over steps has no bias. Weight decay in `updates` and normalized neurons
       add to it.
     - update_to_parameter: Frobenius norm of the update over the parameter's.
 
