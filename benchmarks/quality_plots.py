@@ -86,7 +86,8 @@ def tuned(done: Mapping[Run, float], steps: int) -> dict[Setting, Tuned]:
 def table(done: Mapping[Run, float], steps: int) -> str:
     """Markdown: every setting at its best rate, small model, then the large one.
 
-    What is above Muon is the mean over the seeds that both have: seeds differ, too.
+    Lowest mean first. What is above Muon is the mean over the seeds that both have:
+    seeds differ, too.
     """
     rows = tuned(done, steps)
     muon = rows.get(Setting("muon"))
@@ -95,7 +96,8 @@ def table(done: Mapping[Run, float], steps: int) -> str:
         "| above Muon |",
         "|---|---|---|---|---|",
     ]
-    for setting, row in rows.items():
+    order = sorted(rows, key=lambda x: (math.isnan(rows[x].mean), rows[x].mean))
+    for setting, row in ((setting, rows[setting]) for setting in order):
         low, high = row.bounds
         doubt = ", edge of its grid" if row.edge else ""
         rate = f"{row.rate:g}" + (doubt if row.whole else ", grid not finished")
