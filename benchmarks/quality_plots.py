@@ -97,7 +97,8 @@ def table(done: Mapping[Run, float], steps: int) -> str:
         "|---|---|---|---|---|",
     ]
     order = sorted(rows, key=lambda x: (math.isnan(rows[x].mean), rows[x].mean))
-    for setting, row in ((setting, rows[setting]) for setting in order):
+    for setting in order:
+        row = rows[setting]
         low, high = row.bounds
         doubt = ", edge of its grid" if row.edge else ""
         rate = f"{row.rate:g}" + (doubt if row.whole else ", grid not finished")

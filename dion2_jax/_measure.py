@@ -90,8 +90,7 @@ def measure_plan(plan: Plan, options: Options, positions, leaves: list[Leaf], co
         norms = combine_scores(jnp.concatenate(scores), group.other_mesh, "l1")
         sums = None
         if all(leaves[m.leaf].update is not None for m in group.members):
-            key = jax.random.fold_in(jax.random.key(count), g)
-            sums = _sums(plan, group, chosen, leaves, key)
+            sums = _sums(plan, group, chosen, leaves, jax.random.key(count))
         for m, whole, mask, numbers in _whole(plan, group, norms, chosen.mask, sums):
             waited, waits = None, new[m.leaf]
             if waits is not None:

@@ -351,16 +351,11 @@ def test_processes_do_not_change_the_run(processes, devices, finished, run, tmp_
     # Sums of gradients over devices are taken in another order, which the bfloat16
     # orthogonalization magnifies with every step: 3e-4 was measured.
     np.testing.assert_allclose(losses(out), losses(finished[0]), rtol=1e-3)
-    # After eight steps 2e-3 to 1.1e-2 of a kernel's norm (JAX 0.8.2 to 0.12). The bound
-    # is for pieces of a kernel out of place: already two swapped rows are beyond it.
-    # That no update is missing shows in the losses.
+    # After eight steps 1.7e-3 of a kernel's norm (JAX 0.10.2), 2.9e-3 (0.8.2); on 0.12
+    # one kernel is at 1.09e-2, for a reason that was not found.
     found, expected = parameters(out, 8), parameters(finished[0], 8)
     for name, x in expected.items():
-        assert frobenius(found[name], x) < 5e-2, name
-        if x.ndim == 2:
-            swapped = x.copy()
-            swapped[[0, -1]] = x[[-1, 0]]
-            assert frobenius(swapped, x) > 5e-2, name
+        assert frobenius(found[name], x) < 1e-2, name
     goes_on_from_step_8(run, out)
 
 

@@ -29,7 +29,10 @@ from quality_settings import SEEDS, SETTINGS, Run, Setting  # noqa: E402
 import dion2_jax  # noqa: E402
 
 NAMED = quality.NAMED
-MUON = inspect.signature(optax.contrib.muon).parameters
+needs_two_rates = pytest.mark.skipif(
+    "adam_learning_rate" not in inspect.signature(optax.contrib.muon).parameters,
+    reason="Muon of this Optax has one rate for all: optimizers.make_muon",
+)
 
 
 def loss_of(run: Run, best: float = 0.05) -> float:
@@ -211,7 +214,7 @@ def test_an_optax_whose_muon_has_one_rate_is_refused(monkeypatch):
         optimizers.make_optimizer(args, {})
 
 
-@pytest.mark.skipif("adam_learning_rate" not in MUON, reason="one rate for all")
+@needs_two_rates
 def test_muon_is_that_of_optax():
     rng = np.random.default_rng(0)
     params = {"blocks": {"kernel": rng.normal(size=(16, 8))}, "head": np.ones((8, 4))}
@@ -238,10 +241,10 @@ def test_muon_is_that_of_optax():
     jax.tree.map(np.testing.assert_array_equal, *updates)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "dion3-0.25"])
+@pytest.mark.parametrize(
+    "name", ["adamw", pytest.param("muon", marks=needs_two_rates), "dion3-0.25"]
+)
 def test_optimizers_are_those_of_the_main_job(name):
-    if name == "muon" and "adam_learning_rate" not in MUON:
-        pytest.skip("Muon of this Optax has one rate for all: optimizers.make_muon")
     setting, steps = NAMED[name], 20
     rate = 0.004 if name == "adamw" else 0.03
     rng = np.random.default_rng(0)

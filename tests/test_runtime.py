@@ -86,9 +86,8 @@ def test_a_step_needs_room_for_its_updates_and_what_travels():
     memory = lowered.compile().memory_analysis()
     part = 16 * 256 * 128 * 4 // 8
     assert memory.alias_size_in_bytes >= 2 * part
-    assert (
-        part / 2 < memory.temp_size_in_bytes < 1.25 * part
-    )  # 0 would be: not reported
+    # 0 would be: not reported.
+    assert part / 2 < memory.temp_size_in_bytes < 1.25 * part
 
 
 NO_NETWORK = """
