@@ -31,7 +31,7 @@ from lm.errors import RunError, UserError  # noqa: E402
 # A model of 41 thousand parameters, 12 steps, checkpoints 4, 8 and 12.
 SIZES = (
     "--width 32 --layers 2 --batch-size 16 --seq-len 32 --steps 12 --val-every 6 "
-    "--val-batches 2 --checkpoint-every 4"
+    "--val-batches 2 --checkpoint-every 4 --keep 3"
 ).split()
 
 
@@ -160,8 +160,7 @@ def test_a_run_writes_metrics_plot_config_and_checkpoints(finished):
     assert [row["step"] for row in found if row["val_loss"]] == ["6", "12"]
     assert all(float(row["tokens_per_second"]) > 0 for row in found)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert checkpoint.steps_with_digest(out / "checkpoints") == [8, 12]
-    assert not (out / "checkpoints" / "4").exists()
+    assert checkpoint.steps_with_digest(out / "checkpoints") == [4, 8, 12]
     config = json.loads((out / "config.json").read_text())
     assert config["name"] == "dion2-0.25_dp1_fsdp8"
     assert config["fraction"] == 0.25 and config["seq_len"] == 32
@@ -233,16 +232,18 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(finished, run, tmp_path)
 def test_a_resume_says_which_settings_changed(finished, run, tmp_path):
     out = copy(finished[0], tmp_path)
     (out / "checkpoints" / "12.sha256").unlink()
-    changed = "--keep 3 --val-every 4 --fsdp 8 --fraction 0.5"
+    changed = "--keep 1 --val-every 4 --fsdp 8 --fraction 0.5"
     stdout, _ = run(out, "--resume", *changed.split())
     said = stdout[stdout.index("resumed from step 8\n") :].splitlines()
     assert sorted(said[1:-1]) == [
         "fraction: 0.25 before, 0.5 now",
-        "keep: 2 before, 3 now",
+        "keep: 3 before, 1 now",
         "val-every: 6 before, 4 now",
     ]
     config = json.loads((out / "config.json").read_text())
-    assert (config["keep"], config["dp"], config["fsdp"]) == (3, 1, 8)
+    assert (config["keep"], config["dp"], config["fsdp"]) == (1, 1, 8)
+    assert checkpoint.steps_with_digest(out / "checkpoints") == [12]
+    assert not (out / "checkpoints" / "8").exists()
     # Step 9 reads what was restored; step 10 what another fraction made of it.
     same = losses(out)[:10] == losses(finished[0])[:10]
     assert same[:9].all() and not same[9] and np.isfinite(losses(out)).all()
@@ -348,14 +349,16 @@ def test_processes_do_not_change_the_run(processes, devices, finished, run, tmp_
     sizes = ("--processes", str(processes), "--devices", str(devices))
     stdout, _ = run(out, *sizes, "--steps", "12")
     assert len(rows(out)) == 12 and stdout.count("validation loss") == 1
-    # Sums of gradients over devices are taken in another order, which the bfloat16
-    # orthogonalization magnifies with every step: 3e-4 was measured.
-    np.testing.assert_allclose(losses(out), losses(finished[0]), rtol=1e-3)
-    # After eight steps 1.7e-3 of a kernel's norm (JAX 0.10.2), 2.9e-3 (0.8.2); on 0.12
-    # one kernel is at 1.09e-2, for a reason that was not found.
-    found, expected = parameters(out, 8), parameters(finished[0], 8)
+    # Sums of gradients over devices are taken in another order: 1e-8 of a parameter,
+    # until a sum rounds to another bfloat16 in the orthogonalization, which happens at
+    # step 3 to 6. After four steps 2e-8 of a kernel's norm was measured on JAX 0.10.2,
+    # 2.8e-4 on 0.8.2, 6.7e-4 on 0.12. Later, slices whose norms are as near as that
+    # change places: one of 8 selected is then another, 1e-2 of the kernel's norm.
+    found, expected = parameters(out, 4), parameters(finished[0], 4)
     for name, x in expected.items():
-        assert frobenius(found[name], x) < 1e-2, name
+        assert frobenius(found[name], x) < 2e-3, name
+    # The loss hardly tells: 3e-4 was measured.
+    np.testing.assert_allclose(losses(out), losses(finished[0]), rtol=1e-3)
     goes_on_from_step_8(run, out)
 
 
