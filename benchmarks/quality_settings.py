@@ -21,6 +21,7 @@ class Setting:
     selection: str = "local"
     select_axis: str = "sharded"
     score: str = "l1"
+    ef_decay: float = 0.95
 
     @property
     def name(self) -> str:
@@ -30,6 +31,7 @@ class Setting:
         parts += [self.selection] if self.selection != "local" else []
         parts += [self.select_axis] if self.select_axis != "sharded" else []
         parts += [self.score] if self.score != "l1" else []
+        parts += [f"decay{self.ef_decay:g}"] if self.ef_decay != 0.95 else []
         return "-".join(parts)
 
     @property
@@ -68,6 +70,8 @@ MAIN = (
     Setting("dion2", 0.25, score="random"),
 )
 FURTHER = (
+    # A slice that is selected every fourth step: 0.95 ** 4 is 0.81.
+    Setting("dion2", 0.25, ef_decay=0.8),
     Setting("dion3", 0.25, selection="global"),
     Setting("dion3", 0.25, score="random"),
     Setting("dion2", 0.125, selection="global"),

@@ -44,6 +44,7 @@ def make_optimizer(setting: Setting, shardings, peak, steps: int):
     return getattr(dion2_jax, setting.optimizer)(
         rate,
         setting.fraction,
+        setting.ef_decay,
         selection=setting.selection,
         select_axis=setting.select_axis,
         score=setting.score,

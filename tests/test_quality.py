@@ -3,6 +3,7 @@ main job does."""
 
 import argparse
 import csv
+import dataclasses
 import inspect
 import math
 import pathlib
@@ -275,6 +276,21 @@ def test_optimizers_are_those_of_the_main_job(name):
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected
         )
         assert all(np.any(x != 0) for x in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("name", [s.name for s in SETTINGS if s.fraction])
+def test_what_a_setting_says_reaches_its_optimizer(name, monkeypatch):
+    setting = NAMED[name]
+    arguments = inspect.signature(getattr(dion2_jax, setting.optimizer))
+    monkeypatch.setattr(
+        dion2_jax,
+        setting.optimizer,
+        lambda *args, **kwargs: arguments.bind(*args, **kwargs).arguments,
+    )
+    given = quality_training.make_optimizer(setting, None, 0.1, 20)
+    said = dataclasses.asdict(setting)
+    del said["optimizer"]
+    assert {name: given[name] for name in said} == said
 
 
 @pytest.mark.slow
