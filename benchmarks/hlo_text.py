@@ -14,6 +14,11 @@ ITEM_BITS = {
     **{"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128},
     **{"token": 0, "opaque": 0},
 }
+# Custom calls that are notes to the compiler: no code runs for them.
+NOTES = frozenset(
+    "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone "
+    "AsyncCollectiveStart ConcatBitcast Sharding".split()
+)
 LOOP_LIMIT = 1_000_000  # a longer loop is reported as unknown, not run
 
 
@@ -60,6 +65,12 @@ class Instruction:
     def op_name(self) -> str:
         """The JAX name stack that made it, `jit(step)/mul`; empty if XLA made it."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls; empty of other instructions."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     def called(self, keyword: str) -> str:
