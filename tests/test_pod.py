@@ -22,6 +22,8 @@ import hlo_overlap  # noqa: E402
 import hlo_text  # noqa: E402
 import models  # noqa: E402
 import pod  # noqa: E402
+import pod_step  # noqa: E402
+import pod_targets  # noqa: E402
 
 import dion2_jax  # noqa: E402
 
@@ -303,14 +305,16 @@ def test_what_runs_beside_exchanges():
         for one in hlo_overlap.exchanges(program(WORK))
     }
     assert beside == {"a": (["x", "y"], 4096), "b": (["z"], 4096), "s": ([], 4096)}
-    step = pod.Measured(count(WORK), 0, 0, 0, 0, program(WORK))
-    chip = pod.Chip(flops=1024, hbm=math.inf, wire=1024)  # a second an operation: 1, 4
+    step = pod_step.Measured(count(WORK), 0, 0, 0, 0, program(WORK))
+    chip = pod_step.Chip(
+        flops=1024, hbm=math.inf, wire=1024
+    )  # a second an operation: 1, 4
     assert step.seconds(chip) == 4 + 3 * 4
     assert step.hidden_seconds(chip) == 2 + 1
     # No more than the exchange takes, though two operations run beside the first.
-    assert step.hidden_seconds(pod.Chip(1024, math.inf, wire=4096)) == 1 + 1
+    assert step.hidden_seconds(pod_step.Chip(1024, math.inf, wire=4096)) == 1 + 1
     # x and y move 2 and 3 arrays, z 2.
-    assert step.hidden_seconds(pod.Chip(math.inf, 4096, wire=512)) == 5 + 2
+    assert step.hidden_seconds(pod_step.Chip(math.inf, 4096, wire=512)) == 5 + 2
 
 
 def test_what_runs_beside_an_exchange_within_another():
@@ -502,8 +506,8 @@ def test_floors_by_hand():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp", None))
     down = {"down": jax.ShapeDtypeStruct((8192, 2048), jnp.float32, sharding=sharding)}
-    sharded = pod.floors(down, 0.25, "sharded")  # [2048, 2048] selected
-    shorter = pod.floors(down, 0.25, "shorter")  # [8192, 512] selected
+    sharded = pod_targets.floors(down, 0.25, "sharded")  # [2048, 2048] selected
+    shorter = pod_targets.floors(down, 0.25, "shorter")  # [8192, 512] selected
     assert sharded["flops"] == 20 * 2048**3 / 8
     assert shorter["flops"] == (15 * 512**2 * 8192 + 5 * 512**3) / 8
     shard = 8192 * 2048 / 8
@@ -532,7 +536,7 @@ def test_model_sizes(name, total):
 def test_state_lies_as_its_parameters():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     params = models.abstract_params(models.MODELS["1b"], mesh, layers=1)
-    state = jax.eval_shape(pod.optimizer("adamw", params, **PLAIN).init, params)
+    state = jax.eval_shape(pod_step.optimizer("adamw", params, **PLAIN).init, params)
     placed = models.state_shardings(params, state)
     assert placed[0].mu["layer_00"]["q"].spec == PartitionSpec("fsdp", None)
     assert placed[0].count.spec == PartitionSpec()
@@ -563,7 +567,7 @@ def test_an_argument_that_says_nothing_is_refused_at_once(options, message, caps
 )
 def test_a_mesh_that_means_nothing_is_refused(topology, mesh, message):
     with pytest.raises(ValueError, match=message):
-        pod.make_mesh(topology, mesh)
+        pod_step.make_mesh(topology, mesh)
 
 
 def test_growth_is_drawn_from_whole_models_alone(tmp_path):
@@ -622,7 +626,7 @@ def described(chips: int, *, layers: int, stacked: bool = False, **arguments):
         params,
         0.25,
         ns_method="direct",
-        weight_dimension_numbers=pod.matrices(params),
+        weight_dimension_numbers=pod_step.matrices(params),
         param_shardings=jax.tree.map(lambda p: p.sharding, params),
         **arguments,
     ).total
