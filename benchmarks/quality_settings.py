@@ -57,6 +57,8 @@ CONFIRMED = (  # on the large model, too
     Setting("adamw"),
     Setting("dion2", 1.0),
     Setting("dion3", 0.25),
+    # A slice that is selected every fourth step: 0.95 ** 4 is 0.81.
+    Setting("dion2", 0.25, ef_decay=0.8),
 )
 MAIN = (
     *CONFIRMED,
@@ -70,8 +72,10 @@ MAIN = (
     Setting("dion2", 0.25, score="random"),
 )
 FURTHER = (
-    # A slice that is selected every fourth step: 0.95 ** 4 is 0.81.
-    Setting("dion2", 0.25, ef_decay=0.8),
+    Setting("dion2", 0.125, ef_decay=0.66),  # 0.95 ** 8
+    Setting("dion2", 1.0, ef_decay=0.8),
+    Setting("dion2", 0.5, ef_decay=0.9),  # 0.95 ** 2
+    Setting("dion3", 0.25, ef_decay=0.8),
     Setting("dion3", 0.25, selection="global"),
     Setting("dion3", 0.25, score="random"),
     Setting("dion2", 0.125, selection="global"),
