@@ -1,34 +1,22 @@
 """What one run of an XLA executable costs one device, counted from its text.
 
-Three costs; `docs/performance.md` says why XLA's own totals do not do. Operations are
-those of hlo_flops.py. HBM bytes are those of hlo_bytes.py, of every instruction that is
-not inside a fusion; an asynchronous pair once, at its start; views and tuples not at
-all. Interconnect bytes are the results of collectives, an all-reduce twice.
-
-Bodies of loops count as often as they run; of a conditional, the dearest branch.
+Three costs, each with its rule in a file of its own: operations (`hlo_operations`), HBM
+bytes (`hlo_hbm`), interconnect bytes (`hlo_wire`); `docs/performance.md` says why XLA's
+own totals do not do. Bodies of loops count as often as they run; of a conditional, the
+dearest branch.
 """
 
 import re
 from dataclasses import dataclass, replace
 
 import hlo_text
-from hlo_bytes import moved, read_whole, reads, writes
-from hlo_flops import flops
-from hlo_text import NOTES, Computation, Instruction, Module
-
-WIRE_PASSES = {
-    "all-to-all": 1,
-    "ragged-all-to-all": 1,
-    "all-gather": 1,
-    "all-reduce": 2,
-    "reduce-scatter": 1,
-    "collective-permute": 1,
-    "collective-broadcast": 1,
-}
-VIEWS = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id "
-    "replica-id opt-barrier add-dependency domain".split()
-)
+from hlo_fusion import flat
+from hlo_hbm import fusion_bytes, moved, operand_bytes
+from hlo_names import fusion_name, why_copied
+from hlo_operations import operations
+from hlo_text import NOTES, VIEWS, Computation, Instruction, Module
+from hlo_trips import trip_count
+from hlo_wire import WIRE_PASSES, kind_of, of_fused, results, wire_bytes
 
 
 @dataclass(frozen=True)
@@ -120,33 +108,26 @@ class _Counter:
                 return self.loop(inside, one)
             case "conditional":
                 return self.dearest_branch(one)
-            case "call":
-                return self.computation(self.callee(one))
+            case "call" | "async-start":
+                return self.computation(self.module.body(one))
             case "fusion":
-                return self.fusion(inside, one)
+                return _fusion(inside, one, flat(self.module, one))
             case opcode if opcode in VIEWS or one.target in NOTES:
                 return []
-            case "async-start":
-                return self.computation(self.callee(one))
             case opcode if opcode.endswith(("-done", "-update")):
-                if not opcode.startswith("dynamic-update"):
-                    return []
+                return []
         if one.target == "tpu_custom_call":
             self.unknown.append(f"{one.name}: operations inside a custom kernel")
-        kind = one.opcode.removesuffix("-start")
-        if kind in WIRE_PASSES:
-            return [self.collective(inside, one, kind)]
-        counted = line(one, flops(inside, one), moved(inside, one))
+        if kind_of(one):
+            return [_collective(inside, one)]
+        flops, hbm = operations(inside, one), moved(inside, one)
+        counted = _line(one, flops=flops, hbm_bytes=hbm)
         if one.opcode.endswith("-start"):
             counted = replace(counted, op_name=why_copied(inside, one))
         return [counted]
 
-    def callee(self, one: Instruction) -> Computation:
-        name = one.called("calls") or one.called("to_apply")
-        return self.module.computations[name]
-
     def loop(self, inside: Computation, one: Instruction) -> list[Line]:
-        trips = hlo_text.trip_count(self.module, inside, one)
+        trips = trip_count(self.module, inside, one)
         if trips is None:
             self.unknown.append(f"{one.name}: trip count of a loop, counted once")
             trips = 1
@@ -161,134 +142,56 @@ class _Counter:
         counted = [self.computation(branch) for branch in branches]
         return max(counted, key=lambda lines: sum(x.hbm_bytes for x in lines))
 
-    def collective(self, inside, one: Instruction, kind: str) -> Line:
-        """A collective, or the start of one: read, write, and bytes on the wire."""
-        results = list(one.arrays)
-        if one.opcode == "collective-permute-start":
-            results = results[1:2]
-        elif one.opcode.endswith("-start") and kind != "all-reduce":
-            results = results[len(one.operands) : 2 * len(one.operands)]
-        wire = sum(a.bytes for a in results) * WIRE_PASSES[kind]
-        hbm = read_whole(inside, one)
-        hbm += sum(a.hbm_bytes for a in results)
-        flops = sum(a.size for a in results) if "reduce" in kind else 0
-        return line(one, flops, hbm, wire, kind)
 
-    def fusion(self, inside: Computation, one: Instruction) -> list[Line]:
-        body = self.callee(one)
-        # TPU executables wrap an asynchronous collective in fusions: one that starts
-        # it, some that run beside it, one that awaits it. All repeat the collective.
-        chained = [i for i in body.instructions.values() if "chain_id=" in i.attributes]
-        starts = any(
-            i.target == "AsyncCollectiveStart" for i in body.instructions.values()
-        )
-        awaits = any(
-            i.target == "AsyncCollectiveDone" for i in body.instructions.values()
-        )
-        if awaits:
-            return []
-        if starts:
-            return [self.started(inside, one, body)]
-        aliases = output_aliases(one) if chained else {}
-        hbm = sum(
-            reads(self.module, body, parameter, inside.instructions[operand].arrays)
-            for position, (operand, parameter) in enumerate(
-                zip(one.operands, body.parameters, strict=True)
-            )
-            if position not in aliases.values()
-        )
-        # A variadic reduction is a root of several arrays without being a tuple.
-        names = [body.root.name] * len(one.arrays)
-        if body.root.opcode == "tuple":
-            names = body.root.operands
-        hbm += sum(
-            writes(self.module, [(body, None)], name, array)
-            for index, (name, array) in enumerate(zip(names, one.arrays, strict=True))
-            if index not in aliases
-        )
-        lines = [line(one, self.fused_flops(body), hbm)]
-        for inner in body.instructions.values():
-            if inner.opcode in WIRE_PASSES and not chained:
-                lines.append(wire_of_fused(one, body, inner))
-        if not lines[0].op_name:
-            lines[0] = replace(lines[0], op_name=body_op_name(self.module, body))
-        return lines
-
-    def started(self, inside, one: Instruction, body: Computation) -> Line:
-        inner = next(i for i in body.instructions.values() if i.opcode in WIRE_PASSES)
-        aliased = output_aliases(one)
-        hbm = read_whole(inside, one)
-        hbm += sum(a.hbm_bytes for i, a in enumerate(one.arrays) if i not in aliased)
-        wire = sum(a.bytes for a in inner.arrays) * WIRE_PASSES[inner.opcode]
-        return replace(line(inner), name=one.name, hbm_bytes=hbm, wire_bytes=wire)
-
-    def fused_flops(self, body: Computation) -> float:
-        total = 0.0
-        for one in body.instructions.values():
-            if one.opcode == "fusion":
-                total += self.fused_flops(self.callee(one))
-            else:
-                total += flops(body, one)
-        return total
-
-
-def line(one: Instruction, flops=0.0, hbm_bytes=0, wire_bytes=0, opcode="") -> Line:
+def _line(one: Instruction, **costs) -> Line:
     result = " ".join(str(array) for array in one.arrays[:3])
     result += " ..." if len(one.arrays) > 3 else ""
-    opcode = opcode or one.opcode
-    costs = {"flops": flops, "hbm_bytes": hbm_bytes, "wire_bytes": wire_bytes}
-    return Line(one.name, opcode, one.op_name, result, **costs)
+    return Line(one.name, one.opcode, one.op_name, result, **costs)
 
 
-def why_copied(inside: Computation, one: Instruction) -> str:
-    """The JAX name that an asynchronous copy serves: copies have none of their own."""
-    source = inside.instructions[one.operands[0]]
-    if source.arrays[0].in_hbm:
-        for user in consumers(inside, one):
-            if user.opcode not in VIEWS and user.op_name:
-                return f"read ahead for {user.op_name}"
-        return "read ahead"
-    while source.opcode in VIEWS and source.operands:
-        source = inside.instructions[source.operands[0]]
-    return f"written back from {source.op_name or source.name}"
+def _collective(inside: Computation, one: Instruction) -> Line:
+    """A collective, or the start of one: read, write, and bytes on the wire."""
+    kind, arrays = kind_of(one), results(one)
+    counted = _line(
+        one,
+        flops=sum(a.size for a in arrays) if "reduce" in kind else 0,
+        hbm_bytes=operand_bytes(inside, one) + sum(a.hbm_bytes for a in arrays),
+        wire_bytes=wire_bytes(one),
+    )
+    return replace(counted, opcode=kind)
 
 
-def consumers(inside: Computation, one: Instruction) -> list[Instruction]:
-    """Who uses a value, through views and the ends of asynchronous copies."""
-    found: list[Instruction] = []
-    for user in inside.users(one.name):
-        through = user.opcode in ("bitcast", "get-tuple-element", "tuple", "copy")
-        if through or user.opcode.endswith("-done") or user.target in NOTES:
-            found += consumers(inside, user)
-        else:
-            found.append(user)
-    return found
+def _fusion(inside: Computation, one: Instruction, body: Computation) -> list[Line]:
+    """A fusion, and a line for each collective that is one with its neighbours."""
+    # TPU executables wrap an asynchronous collective in fusions: one that starts it,
+    # some that run beside it, one that awaits it. All repeat the collective.
+    fused = body.instructions.values()
+    targets = {other.target for other in fused}
+    collectives = [other for other in fused if kind_of(other)]
+    if "AsyncCollectiveDone" in targets:
+        return []
+    aliases = _output_aliases(one)
+    if "AsyncCollectiveStart" in targets:
+        hbm = operand_bytes(inside, one)
+        hbm += sum(a.hbm_bytes for i, a in enumerate(one.arrays) if i not in aliases)
+        wire = wire_bytes(collectives[0])
+        started = _line(collectives[0], hbm_bytes=hbm, wire_bytes=wire)
+        return [replace(started, name=one.name)]
+    chained = any("chain_id=" in other.attributes for other in fused)
+    if not chained:
+        aliases = {}
+    flops = sum((operations(body, other) for other in fused), 0.0)
+    hbm = fusion_bytes(inside, one, body, aliases)
+    whole = _line(one, flops=flops, hbm_bytes=hbm)
+    lines = [replace(whole, op_name=fusion_name(one, body))]
+    for other in collectives if not chained else ():
+        kind, wire = of_fused(body, other)
+        lines.append(replace(_line(other, wire_bytes=wire), name=one.name, opcode=kind))
+    return lines
 
 
-def output_aliases(one: Instruction) -> dict[int, int]:
+def _output_aliases(one: Instruction) -> dict[int, int]:
     """Result index -> index of the operand that is the same buffer."""
     found = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w", one.attributes)
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{", found.group(0)) if found else []
     return {int(index or 0): int(operand) for index, operand in pairs}
-
-
-def wire_of_fused(fused: Instruction, body: Computation, inner: Instruction) -> Line:
-    """A collective that is one with its neighbours: XLA fuses a reduce-scatter."""
-    sliced = [u for u in body.users(inner.name) if u.opcode == "dynamic-slice"]
-    if inner.opcode == "all-reduce" and sliced:
-        wire = sliced[0].arrays[0].bytes
-        return replace(line(inner, opcode="reduce-scatter"), wire_bytes=wire)
-    wire = sum(a.bytes for a in inner.arrays) * WIRE_PASSES[inner.opcode]
-    return replace(line(inner), name=fused.name, wire_bytes=wire)
-
-
-def body_op_name(module: Module, body: Computation) -> str:
-    """The first JAX name inside a fusion that has none of its own."""
-    for one in [body.root, *reversed(body.instructions.values())]:
-        if one.op_name:
-            return one.op_name
-        if one.opcode == "fusion":
-            found = body_op_name(module, module.computations[one.called("calls")])
-            if found:
-                return found
-    return ""

@@ -8,7 +8,8 @@ start and its end. Collectives that XLA has put into fusions are not looked at.
 from dataclasses import dataclass
 
 import hlo_text
-from hlo_cost import WIRE_PASSES, Line, by_instruction
+from hlo_cost import Line, by_instruction
+from hlo_wire import kind_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def exchanges(text: str) -> list[Exchange]:
     }
     found, taken = [], 0
     for index, one in enumerate(order):
-        if one.opcode.removesuffix("-start") not in WIRE_PASSES:
+        if not kind_of(one):
             continue
         end = ends.get(one.name, index)
         between = order[max(index + 1, taken) : end]

@@ -1,4 +1,4 @@
-"""The text of an XLA executable as data: computations, instructions, trip counts.
+"""The text of an XLA executable as data: computations and their instructions.
 
 `jax.jit(f).lower(...).compile().as_text()` prints one optimized, scheduled program
 per device. `parse` reads it into `Module`; nothing here knows what anything costs.
@@ -14,12 +14,15 @@ ITEM_BITS = {
     **{"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128},
     **{"token": 0, "opaque": 0},
 }
+VIEWS = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id "
+    "replica-id opt-barrier add-dependency domain".split()
+)
 # Custom calls that are notes to the compiler: no code runs for them.
 NOTES = frozenset(
     "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone "
     "AsyncCollectiveStart ConcatBitcast Sharding".split()
 )
-LOOP_LIMIT = 1_000_000  # a longer loop is reported as unknown, not run
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls; empty of other instructions."""
+        """Of a custom call, what it calls."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
@@ -101,11 +104,18 @@ class Computation:
     def users(self, name: str) -> list[Instruction]:
         return self._users.get(name, [])
 
+    def operands(self, one: Instruction) -> list[Instruction]:
+        return [self.instructions[name] for name in one.operands]
+
 
 @dataclass(frozen=True)
 class Module:
     computations: dict[str, Computation]
     entry: Computation
+
+    def body(self, one: Instruction) -> Computation:
+        """What a fusion or a call runs."""
+        return self.computations[one.called("calls") or one.called("to_apply")]
 
 
 def parse(text: str) -> Module:
@@ -164,77 +174,3 @@ def _arrays(shape: str):
         on_chip = re.search(r"S\([1-9]\d*\)", layout)
         sizes = tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)
         yield Array(dtype, sizes, on_chip is None)
-
-
-def trip_count(module: Module, inside: Computation, loop: Instruction) -> int | None:
-    """How often a `while` runs: XLA's word for it, else by running its integers."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-    if known:
-        return int(known.group(1))
-    integers = _Integers(module)
-    state = integers.value(inside, loop.operands[0], None)
-    condition = module.computations[loop.called("condition")]
-    body = module.computations[loop.called("body")]
-    for trips in range(LOOP_LIMIT):
-        go_on = integers.value(condition, condition.root.name, [state])
-        if go_on is None or not isinstance(state, list):
-            return None
-        if not go_on:
-            return trips
-        state = integers.value(body, body.root.name, [state])
-    return None
-
-
-class _Integers:
-    """Evaluates integer scalars and tuples of them; anything else is None."""
-
-    def __init__(self, module: Module):
-        self.module = module
-
-    def value(self, inside: Computation, name: str, arguments):
-        made_by = inside.instructions[name]
-        match made_by.opcode:
-            case "constant":
-                text = made_by.literal
-                return int(text) if re.fullmatch(r"-?\d+", text) else None
-            case "parameter":
-                return arguments[int(made_by.literal)] if arguments else None
-            case "tuple":
-                return [self.value(inside, o, arguments) for o in made_by.operands]
-            case "get-tuple-element":
-                index = int(re.search(r"index=(\d+)", made_by.attributes).group(1))
-                whole = self.value(inside, made_by.operands[0], arguments)
-                return whole[index] if isinstance(whole, list) else None
-            case "fusion" | "call":
-                if any(a.size != 1 or a.dtype[0] == "f" for a in made_by.arrays):
-                    return None
-                called = made_by.called("calls") or made_by.called("to_apply")
-                inner = self.module.computations[called]
-                values = [self.value(inside, o, arguments) for o in made_by.operands]
-                return self.value(inner, inner.root.name, values)
-            case "copy" | "bitcast" | "copy-done" | "copy-start" | "add" | "subtract":
-                pass
-            case "compare":
-                pass
-            case _:
-                return None
-        values = [self.value(inside, o, arguments) for o in made_by.operands]
-        if None in values or any(isinstance(v, list) for v in values):
-            return None
-        match made_by.opcode:
-            case "add":
-                return values[0] + values[1]
-            case "subtract":
-                return values[0] - values[1]
-            case "compare":
-                direction = re.search(r"direction=(\w+)", made_by.attributes).group(1)
-                left, right = values
-                return {
-                    "LT": left < right,
-                    "LE": left <= right,
-                    "GT": left > right,
-                    "GE": left >= right,
-                    "NE": left != right,
-                    "EQ": left == right,
-                }[direction]
-        return values[0]

@@ -9,8 +9,6 @@ accelerator and no network:
         --optimizer dion2 --fraction 0.25 --peers
 """
 
-import pod_step  # isort: skip  (before jax is imported: no chip is looked for)
-
 import argparse
 import importlib.util
 import json
@@ -19,10 +17,23 @@ import sys
 import warnings
 from importlib import metadata
 
-import jax
-from models import MODELS, abstract_params
-from pod_report import METHOD, append_csv, print_largest, print_table
-from pod_targets import TARGETS, floors
+# Before jax loads libtpu: no metadata server, no lock file, CPU as the real backend.
+TPU_WITHOUT_TPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+if "jax" not in sys.modules:
+    os.environ.update(TPU_WITHOUT_TPU)
+
+import jax  # noqa: E402
+from models import MODELS, abstract_params  # noqa: E402
+from pod_bounds import floors, target  # noqa: E402
+from pod_chips import chip_of, make_mesh  # noqa: E402
+from pod_report import METHOD, append_csv, print_largest, print_table  # noqa: E402
+from pod_step import measure, optimizer  # noqa: E402
 
 
 def arguments(argv=None):
@@ -90,21 +101,21 @@ def main(argv=None) -> int:
 
 def run(args) -> int:
     """Compiles, counts and prints; returns the exit status."""
-    mesh = pod_step.make_mesh(args.topology, args.mesh)
-    chip = pod_step.CHIPS[args.topology.split(":")[0]]
+    chip = chip_of(args.topology)
+    mesh = make_mesh(args.topology, args.mesh)
     model = MODELS[args.model]
     params = abstract_params(model, mesh, layers=args.layers, stacked=args.stacked)
     others = [n for n in ("muon", "adamw") if args.peers and n != args.optimizer]
     measured = {}
     for name in (args.optimizer, *others):
-        tx = pod_step.optimizer(
+        tx = optimizer(
             name,
             params,
             fraction=args.fraction,
             select_axis=args.select_axis,
             ns_method=args.ns_method,
         )
-        measured[name] = pod_step.measure(tx, params, args.compiler_option)
+        measured[name] = measure(tx, params, args.compiler_option)
     rows = {name: one.row(chip) for name, one in measured.items()}
     is_dion = args.optimizer.startswith("dion")
     floor = floors(params, args.fraction, args.select_axis) if is_dion else None
@@ -126,13 +137,7 @@ def run(args) -> int:
         f"{metadata.version('libtpu')}, per chip and step; a second: {chip.flops:.3g} "
         f"operations, {chip.hbm:.3g} HBM bytes, {chip.wire:.3g} interconnect bytes"
     )
-    target = None
-    step = (args.optimizer, args.model, args.fraction, args.ns_method, layers)
-    if step == ("dion2", "1b", 0.25, "direct", model.layers) and (
-        args.topology.startswith("v5e:") and args.mesh == f"fsdp={mesh.size}"
-    ):
-        target = TARGETS.get((mesh.size, args.select_axis))
-    print_table(rows, floor, target)
+    print_table(rows, floor, target(args, mesh.size))
     print(METHOD)
     if args.largest:
         print_largest(args.optimizer, measured[args.optimizer], args.largest)

@@ -1,4 +1,4 @@
-"""What pod.py prints and writes about the steps that it counted."""
+"""What the steps cost, in words: a table, the largest instructions, rows of a CSV."""
 
 import csv
 import os
@@ -25,18 +25,16 @@ def print_table(rows: dict[str, dict], floor: dict | None, target: tuple | None)
     heads = ("operations", "HBM bytes", "XLA's", "interconnect", "temp bytes")
     print(f"{'':22}" + "".join(f"{h:>14}" for h in (*heads, "modelled ms", "CPU s")))
     for name, row in rows.items():
-        cells = "".join(f"{row[column]:14.3e}" for column in columns)
         modelled = f"{row['modelled_seconds'] * 1e3:14.3f}"
-        print(f"{name:22}{cells}{modelled}{row['compile_cpu_seconds']:14.1f}")
+        cpu = f"{row['compile_cpu_seconds']:14.1f}"
+        print(_cells(name, (row[column] for column in columns)) + modelled + cpu)
     first = next(iter(rows.values()))
     if floor:
-        cells = [floor.get(column) for column in columns]
-        print(f"{'floor':22}" + "".join(f"{c:14.3e}" if c else " " * 14 for c in cells))
+        print(_cells("floor", (floor.get(column) or None for column in columns)))
     if target:
         flops, hbm, wire, temp, seconds = target
         wanted = dict(zip(columns, (flops, hbm, None, wire, temp), strict=True))
-        line = "".join(f"{w:14.3e}" if w else " " * 14 for w in wanted.values())
-        print(f"{'target':22}{line}{seconds * 1e3:14.3f}")
+        print(_cells("target", wanted.values()) + f"{seconds * 1e3:14.3f}")
         missed = [name for name, w in wanted.items() if w and first[name] > w]
         missed += ["modelled_seconds"] if first["modelled_seconds"] > seconds else []
         print("missed: " + ", ".join(missed) if missed else "all targets met")
@@ -48,6 +46,12 @@ def print_table(rows: dict[str, dict], floor: dict | None, target: tuple | None)
             print(f"{name}: {hidden:.3f} ms of interconnect time beside other work")
         for doubt in row["unknown"]:
             print(f"{name}: not counted: {doubt}")
+
+
+def _cells(head: str, numbers) -> str:
+    """A line of the table; None is an empty cell."""
+    cells = (" " * 14 if n is None else f"{n:14.3e}" for n in numbers)
+    return f"{head:22}" + "".join(cells)
 
 
 def print_largest(name: str, measured: Measured, number: int):

@@ -1,49 +1,15 @@
-"""One optimizer step, compiled for the chips of a TPU pod and counted, without one."""
+"""One optimizer step compiled for a topology, and its costs per chip."""
 
 import math
-import os
-import sys
 import time
 from dataclasses import dataclass
 
-# Before jax loads libtpu: no metadata server, no lock file, CPU as the real backend.
-TPU_WITHOUT_TPU = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-if "jax" not in sys.modules:
-    os.environ.update(TPU_WITHOUT_TPU)
-
-import jax  # noqa: E402
-import optax  # noqa: E402
-from hlo_cost import Cost, count  # noqa: E402
-from hlo_overlap import exchanges  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from models import state_shardings  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Rates of one chip, per second.
-
-    Published bfloat16 operations and HBM bytes; of the interconnect half the published
-    bidirectional bytes, of v5e 1600 Gbps (https://cloud.google.com/tpu/docs/v5e and its
-    siblings).
-    """
-
-    flops: float
-    hbm: float
-    wire: float
-
-
-CHIPS = {
-    "v5e": Chip(197e12, 819e9, 100e9),
-    "v5p": Chip(459e12, 2765e9, 300e9),
-    "v6e": Chip(918e12, 1640e9, 224e9),
-}
+import jax
+import optax
+from hlo_cost import Cost, count
+from hlo_overlap import exchanges
+from models import state_shardings
+from pod_chips import Chip
 
 
 @dataclass(frozen=True)
@@ -152,37 +118,3 @@ def measure(transformation, params, compiler_options=()) -> Measured:
         xla_bytes=totals.get("bytes accessed", math.nan),
         text=text,
     )
-
-
-def make_mesh(topology: str, axes: str):
-    """A mesh over all chips of a topology: "v5e:4x4", "fsdp=4,tp=4"."""
-    generation = topology.split(":")[0]
-    if generation not in CHIPS:
-        raise ValueError(
-            f"--topology {topology}: no rates for {generation!r}, only for "
-            f"{', '.join(CHIPS)}"
-        )
-    shape = {}
-    for pair in axes.split(","):
-        name, _, size = pair.partition("=")
-        if not size.isdigit():
-            raise ValueError(f"--mesh {axes!r}: expected name=size,name=size")
-        if name in shape:
-            raise ValueError(f"--mesh {axes!r} names {name} twice")
-        shape[name] = int(size)
-    try:
-        description = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            f"--topology {topology}: libtpu has no such slice ({str(error)[:160]}); "
-            f"try v5e:2x2, v5e:4x4, v5e:16x16, v5p:2x2x4 or v6e:8x8"
-        ) from error
-    chips = len(description.devices)
-    if math.prod(shape.values()) != chips:
-        raise ValueError(
-            f"--mesh {axes} is {math.prod(shape.values())} devices and --topology "
-            f"{topology} has {chips}: make the product of the axes {chips}"
-        )
-    return topologies.make_mesh(description, tuple(shape.values()), tuple(shape))

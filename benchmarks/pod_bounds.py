@@ -1,8 +1,9 @@
-"""What a Dion2 step should cost a chip: what it cannot go below, and what is wanted."""
+"""What a Dion2 step cannot go below, and what it must not exceed."""
 
 import math
 
 import jax
+from models import MODELS
 
 # (flops, HBM bytes, interconnect bytes, temp bytes, modelled seconds) that Dion2 at
 # fraction 0.25 on 1b must not exceed: docs/performance.md.
@@ -14,36 +15,36 @@ TARGETS = {
 }
 
 
+def target(args, chips: int) -> tuple[float, ...] | None:
+    """That of the step which `args` ask for, if docs/performance.md has one."""
+    step = (args.optimizer, args.model, args.fraction, args.ns_method)
+    whole = args.layers in (0, MODELS[args.model].layers)
+    v5e = args.topology.startswith("v5e:") and args.mesh == f"fsdp={chips}"
+    if step == ("dion2", "1b", 0.25, "direct") and whole and v5e:
+        return TARGETS.get((chips, args.select_axis))
+    return None
+
+
 def floors(params, fraction: float, select_axis: str) -> dict[str, float]:
     """What no Dion2 step can go below: perfect shares, no padding, no teams.
 
     Operations: five direct Newton-Schulz iterations of every selected submatrix, of the
     symmetric products one half, spread evenly (`select_axis` "output" and "reduction"
-    as "shorter"). HBM: the gradient read, momentum and
-    parameters read and written. Wire: the selected slices in bfloat16, there and back.
+    as "shorter"). HBM: the gradient read, momentum and parameters read and written.
+    Wire: the selected slices in bfloat16, there and back.
     """
     flops = hbm = wire = 0.0
     for leaf in jax.tree.leaves(params):
-        mesh = leaf.sharding.mesh
         *batch, rows, columns = leaf.shape
-        spec = list(leaf.sharding.spec) + [None] * len(leaf.shape)
-        shards = [_shards(mesh, spec[len(batch) + axis]) for axis in (0, 1)]
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        shards = (rows // shard[-2], columns // shard[-1])
         along_rows = rows <= columns
         if select_axis == "sharded" and shards[0] != shards[1]:
             along_rows = shards[0] > shards[1]
-        selected = (
-            (rows * fraction, columns) if along_rows else (rows, columns * fraction)
-        )
-        r, c = min(selected), max(selected)
-        held = math.prod(
-            n / _shards(mesh, s) for n, s in zip(leaf.shape, spec, strict=False)
-        )
-        flops += math.prod(batch) * (15 * r * r * c + 5 * r**3) / mesh.size
+        shares = (fraction, 1) if along_rows else (1, fraction)
+        r, c = sorted((rows * shares[0], columns * shares[1]))
+        held, chips = math.prod(shard), leaf.sharding.mesh.size
+        flops += math.prod(batch) * (15 * r * r * c + 5 * r**3) / chips
         hbm += 5 * held * leaf.dtype.itemsize
         wire += 2 * fraction * held * 2 * (max(shards) > 1)
     return {"flops": flops, "hbm_bytes": hbm, "wire_bytes": wire}
-
-
-def _shards(mesh, entry) -> int:
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return math.prod(mesh.shape[name] for name in names if name is not None)

@@ -1,4 +1,4 @@
-"""Operations of one instruction of an XLA executable.
+"""Arithmetic operations of one instruction.
 
 Two for each multiply-add of a `dot` or `convolution`, times the passes that its
 precision asks of a bfloat16 unit (float32 at HIGH 3, at HIGHEST 6), one for each
@@ -19,16 +19,15 @@ ARITHMETIC = frozenset(
 )
 
 
-def flops(inside: Computation, one: Instruction) -> float:
-    """Operations of one instruction, once."""
+def operations(inside: Computation, one: Instruction) -> float:
     size = one.arrays[0].size if one.arrays else 0
     match one.opcode:
         case "dot":
-            return dot_flops(inside, one)
+            return _dot(inside, one)
         case "convolution":
-            return convolution_flops(inside, one)
+            return _convolution(inside, one)
         case "reduce" | "reduce-window":
-            return inside.instructions[one.operands[0]].arrays[0].size
+            return inside.operands(one)[0].arrays[0].size
         case "sort":
             return size * math.ceil(math.log2(max(2, one.arrays[0].dims[-1])))
         case opcode if opcode in ARITHMETIC:
@@ -36,56 +35,57 @@ def flops(inside: Computation, one: Instruction) -> float:
     return 0
 
 
-def precision_passes(inside: Computation, one: Instruction) -> int:
+def _precision_passes(inside: Computation, one: Instruction) -> int:
     """Products of bfloat16 matrices that one product at this precision takes."""
-    operands = [inside.instructions[o].arrays[0].dtype for o in one.operands[:2]]
-    if "f32" not in operands:
+    if all(factor.arrays[0].dtype != "f32" for factor in inside.operands(one)[:2]):
         return 1
     found = re.search(r"operand_precision=\{([^}]*)\}", one.attributes)
     asked = found.group(1) if found else ""
     return 6 if "highest" in asked else 3 if "high" in asked else 1
 
 
-def dot_flops(inside: Computation, one: Instruction) -> float:
-    left = inside.instructions[one.operands[0]].arrays[0]
+def _dot(inside: Computation, one: Instruction) -> float:
+    left = inside.operands(one)[0].arrays[0]
     found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.attributes)
     axes = [int(axis) for axis in found.group(1).split(",") if axis] if found else []
     terms = math.prod(left.dims[axis] for axis in axes)
-    return 2 * one.arrays[0].size * terms * precision_passes(inside, one)
+    return 2 * one.arrays[0].size * terms * _precision_passes(inside, one)
 
 
-def convolution_flops(inside: Computation, one: Instruction) -> float:
+def _convolution(inside: Computation, one: Instruction) -> float:
     """A matrix product on TPU is a convolution; its batch axes are spatial axes."""
-    left, right = (inside.instructions[o].arrays[0] for o in one.operands[:2])
+    left, right = (factor.arrays[0] for factor in inside.operands(one)[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes).groups()
     in_axes, kernel_axes, out_axes = (
-        dict(zip(labels[i], array.dims, strict=True))
-        for i, array in enumerate((left, right, one.arrays[0]))
+        dict(zip(names, array.dims, strict=True))
+        for names, array in zip(labels, (left, right, one.arrays[0]), strict=True)
     )
     found = re.search(r"window=\{([^}]*)\}", one.attributes)
     window = dict(re.findall(r"(\w+)=(\S+)", found.group(1))) if found else {}
     spatial = [axis for axis in labels[0] if axis.isdigit()]
-    pairs = 1
-    for position, axis in enumerate(spatial):
 
-        def setting(name, default, position=position):
-            return window[name].split("x")[position] if name in window else default
+    def setting(name: str, default: int) -> list[int]:
+        """One number a spatial axis; of padding `before_after`, what is before."""
+        if name not in window:
+            return [default] * len(spatial)
+        return [int(text.split("_")[0]) for text in window[name].split("x")]
 
-        pairs *= valid_pairs(
-            in_axes[axis],
-            kernel_axes[axis],
-            out_axes[axis],
-            stride=int(setting("stride", 1)),
-            pad=int(setting("pad", "0_0").split("_")[0]),
-            lhs_dilate=int(setting("lhs_dilate", 1)),
-            rhs_dilate=int(setting("rhs_dilate", 1)),
+    pairs = math.prod(
+        _valid_pairs(in_axes[axis], kernel_axes[axis], out_axes[axis], *numbers)
+        for axis, *numbers in zip(
+            spatial,
+            setting("stride", 1),
+            setting("pad", 0),
+            setting("lhs_dilate", 1),
+            setting("rhs_dilate", 1),
+            strict=True,
         )
-    batch = out_axes["b"]
-    products = batch * kernel_axes["i"] * kernel_axes["o"] * pairs
-    return 2 * products * precision_passes(inside, one)
+    )
+    products = out_axes["b"] * kernel_axes["i"] * kernel_axes["o"] * pairs
+    return 2 * products * _precision_passes(inside, one)
 
 
-def valid_pairs(size, kernel, out, *, stride, pad, lhs_dilate, rhs_dilate) -> int:
+def _valid_pairs(size, kernel, out, stride, pad, lhs_dilate, rhs_dilate) -> int:
     """(output, kernel) positions of one axis that meet an input, not a hole."""
     last = (size - 1) * lhs_dilate
     pairs = 0
