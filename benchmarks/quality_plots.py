@@ -23,6 +23,7 @@ LINES = (  # of quality_loss.png
     Setting("muon"),
     Setting("dion2", 1.0),
     Setting("dion2", 0.25),
+    Setting("dion2", 0.25, ef_decay=0.8),
     Setting("dion2", 0.125),
     Setting("dion3", 0.25),
 )
@@ -32,6 +33,8 @@ VARIANTS = {  # of quality_fraction.png: how the lines over fractions differ
     "Dion2, global": dict(optimizer="dion2", selection="global"),
     "Dion2, shorter axis": dict(optimizer="dion2", select_axis="shorter"),
     "Dion2, random slices": dict(optimizer="dion2", score="random"),
+    "Dion2, decay 0.8": dict(optimizer="dion2", ef_decay=0.8),
+    "Dion2, decay 0.66": dict(optimizer="dion2", ef_decay=0.66),
     "Dion3": dict(optimizer="dion3"),
 }
 
@@ -213,7 +216,8 @@ def _fraction_figure(rows: dict[Setting, Tuned]):
         }
         if not at:
             continue
-        aside = 2 ** (0.06 * i) if len(fields) > 1 else 1.0  # points would overlap
+        overlaps = {"selection", "select_axis", "score"} & fields.keys()
+        aside = 2 ** (0.06 * i) if overlaps else 1.0
         rows_at = [at[f] for f in sorted(at)]
         x = [f * aside for f in sorted(at)]
         low, high = zip(*(row.bounds for row in rows_at), strict=True)
