@@ -96,11 +96,10 @@ def abstract_params(model: Model, mesh, *, layers=0, stacked=False, dtype="float
 def _spec(name, shape, sizes, outputs_local: bool) -> list:
     """fsdp on one axis of the matrix, tp on the other, ep on the experts."""
     *batch, rows, columns = shape
-    tp = sizes.get("tp", 1)
-    split = {"fsdp": sizes.get("fsdp", 1)}
-    if tp > 1:
-        split["tp"] = tp
-    first, second = ("tp", "fsdp") if outputs_local and tp > 1 else ("fsdp", "tp")
+    split = {axis: sizes[axis] for axis in ("fsdp", "tp") if sizes.get(axis, 1) > 1}
+    first, second = (
+        ("tp", "fsdp") if outputs_local and "tp" in split else ("fsdp", "tp")
+    )
     for pair in ((first, second), (second, first)):
         sharded = [axis if axis in split else None for axis in pair]
         if rows % split.get(pair[0], 1) == 0 and columns % split.get(pair[1], 1) == 0:

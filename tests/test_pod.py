@@ -534,6 +534,23 @@ def test_model_sizes(name, total):
         assert leaf.size == 8 * math.prod(local)
 
 
+@pytest.mark.parametrize(
+    "sizes, up, down",
+    [
+        ({"dp": 8}, (None, None), (None, None)),
+        ({"dp": 2, "fsdp": 4}, ("fsdp", None), ("fsdp", None)),
+        ({"fsdp": 4, "tp": 2}, ("fsdp", "tp"), ("tp", "fsdp")),
+        ({"tp": 8}, (None, "tp"), ("tp", None)),
+    ],
+)
+def test_a_mesh_shards_by_the_axes_it_has(sizes, up, down):
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), auto)
+    layer = models.abstract_params(models.MODELS["1b"], mesh)["layer_00"]
+    assert layer["up"].sharding.spec == PartitionSpec(*up)
+    assert layer["down"].sharding.spec == PartitionSpec(*down)
+
+
 def test_state_lies_as_its_parameters():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     params = models.abstract_params(models.MODELS["1b"], mesh, layers=1)
