@@ -97,10 +97,10 @@ def _spec(name, shape, sizes, outputs_local: bool) -> list:
     """fsdp on one axis of the matrix, tp on the other, ep on the experts."""
     *batch, rows, columns = shape
     split = {axis: sizes[axis] for axis in ("fsdp", "tp") if sizes.get(axis, 1) > 1}
-    first, second = (
-        ("tp", "fsdp") if outputs_local and "tp" in split else ("fsdp", "tp")
-    )
-    for pair in ((first, second), (second, first)):
+    axes = ("fsdp", "tp")
+    if outputs_local and "tp" in split:
+        axes = axes[::-1]
+    for pair in (axes, axes[::-1]):
         sharded = [axis if axis in split else None for axis in pair]
         if rows % split.get(pair[0], 1) == 0 and columns % split.get(pair[1], 1) == 0:
             experts = ["ep" if sizes.get("ep", 1) > 1 else None] * len(batch)

@@ -216,6 +216,7 @@ def _fraction_figure(rows: dict[Setting, Tuned]):
         }
         if not at:
             continue
+        # What differs in what is selected would lie on the line without.
         overlaps = {"selection", "select_axis", "score"} & fields.keys()
         aside = 2 ** (0.06 * i) if overlaps else 1.0
         rows_at = [at[f] for f in sorted(at)]

@@ -155,6 +155,46 @@ HBM = [
 }}""",
         3 * 4096,  # the third is %a handed through
     ),
+    (
+        "a slice within a fusion within a fusion",
+        f"ROOT %f = {F} fusion(%p, %q), kind=kLoop, calls=%outer",
+        f"""
+%inner (x: f32[8,128], y: f32[8,128]) -> f32[8,128] {{
+  %x = {F} parameter(0)
+  %y = {F} parameter(1)
+  %s = f32[2,128]{{1,0}} slice(%y), slice={{[0:2], [0:128]}}
+  %zero = f32[] constant(0)
+  %z = {F} pad(%s, %zero), padding=0_6x0_0
+  ROOT %a = {F} add(%x, %z)
+}}
+
+%outer (a: f32[8,128], b: f32[8,128]) -> f32[8,128] {{
+  %a = {F} parameter(0)
+  %b = {F} parameter(1)
+  %in = {F} fusion(%a, %b), kind=kLoop, calls=%inner
+  ROOT %n = {F} negate(%in)
+}}""",
+        4096 + 1024 + 4096,
+    ),
+    (
+        "an update in place within a fusion within a fusion",
+        f"%i = s32[]{{:S(6)}} constant(0)\n"
+        f"  ROOT %f = {F} fusion(%i, %p), kind=kLoop, calls=%outer",
+        f"""
+%inner (x: f32[8,128], i: s32[]) -> f32[8,128] {{
+  %x = {F} parameter(0)
+  %i = s32[]{{:S(6)}} parameter(1)
+  %one = f32[1,128]{{1,0}} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={{1,128}}
+  ROOT %d = {F} dynamic-update-slice(%x, %one, %i, %i)
+}}
+
+%outer (i: s32[], a: f32[8,128]) -> f32[8,128] {{
+  %i = s32[]{{:S(6)}} parameter(0)
+  %a = {F} parameter(1)
+  ROOT %in = {F} fusion(%a, %i), kind=kLoop, calls=%inner
+}}""",
+        512 + 512,
+    ),
 ]
 
 
@@ -307,9 +347,8 @@ def test_what_runs_beside_exchanges():
     }
     assert beside == {"a": (["x", "y"], 4096), "b": (["z"], 4096), "s": ([], 4096)}
     step = pod_step.Measured(count(WORK), 0, 0, 0, 0, program(WORK))
-    chip = pod_chips.Chip(
-        flops=1024, hbm=math.inf, wire=1024
-    )  # a second an operation: 1, 4
+    # A second an operation of z, x and y, four an exchange.
+    chip = pod_chips.Chip(flops=1024, hbm=math.inf, wire=1024)
     assert step.seconds(chip) == 4 + 3 * 4
     assert step.hidden_seconds(chip) == 2 + 1
     # No more than the exchange takes, though two operations run beside the first.
@@ -396,6 +435,23 @@ def test_a_loop_that_starts_late_and_steps_by_two():
     assert found.collectives["all-reduce"]["count"] == 4
 
 
+@pytest.mark.parametrize(
+    "direction, first, limit, step, trips",
+    [
+        ("LT", 0, 5, 1, 5),
+        ("LE", 0, 5, 1, 6),
+        ("GT", 5, 0, -1, 5),
+        ("GE", 5, 0, -1, 6),
+        ("NE", 0, 5, 1, 5),
+        ("EQ", 5, 5, 1, 1),
+    ],
+)
+def test_a_loop_ends_by_any_comparison(direction, first, limit, step, trips):
+    text = loop(limit, "a", step=step).replace("direction=LT", f"direction={direction}")
+    found = count(start("a", first=first), text)
+    assert found.collectives["all-reduce"]["count"] == trips
+
+
 def test_known_trip_count_is_believed():
     config = ', backend_config={"known_trip_count":{"n":"7"}}'
     found = count(start("a", more=config), loop(5, "a"))
@@ -469,6 +525,31 @@ def test_elementwise_and_reduction_operations():
     assert found.flops == 8 * 128 + 8 * 128
 
 
+def test_what_xla_gave_no_name_is_named_by_what_it_serves():
+    called = 'metadata={op_name="jit(step)/neg"}'
+    found = count(
+        f"""
+  %s = ({V}, {F}, u32[]{{:S(2)}}) copy-start(%p)
+  %d = {V} copy-done(%s)
+  %n = {V} negate(%d), {called}
+  %back = ({F}, {V}, u32[]{{:S(2)}}) copy-start(%n)
+  %home = {F} copy-done(%back)
+  ROOT %f = {F} fusion(%home), kind=kLoop, calls=%body""",
+        f"""
+%body (x: f32[8,128]) -> f32[8,128] {{
+  %x = {F} parameter(0)
+  %m = {F} negate(%x), {called.replace("neg", "mul")}
+  ROOT %b = {F} bitcast(%m)
+}}""",
+    )
+    assert {line.name: line.op_name for line in found.lines} == {
+        "s": "read ahead for jit(step)/neg",
+        "n": "jit(step)/neg",
+        "back": "written back from jit(step)/neg",
+        "f": "jit(step)/mul",
+    }
+
+
 def test_text_that_is_no_executable():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo_text.parse("module @jit_f {}")
@@ -515,6 +596,26 @@ def test_floors_by_hand():
     for floor in (sharded, shorter):
         assert floor["hbm_bytes"] == 5 * shard * 4
         assert floor["wire_bytes"] == 2 * 0.25 * shard * 2
+
+
+@pytest.mark.parametrize(
+    "options, chips, found",
+    [
+        ("", 16, pod_bounds.TARGETS[16, "sharded"]),
+        ("--layers 24 --stacked", 16, pod_bounds.TARGETS[16, "sharded"]),
+        ("--select-axis shorter", 16, pod_bounds.TARGETS[16, "shorter"]),
+        ("--topology v5e:2x2 --mesh fsdp=4", 4, None),  # of another size: none
+        ("--topology v5p:2x2x4", 16, None),
+        ("--mesh fsdp=4,tp=4", 16, None),
+        ("--layers 2", 16, None),
+        ("--fraction 0.5", 16, None),
+        ("--ns-method gram", 16, None),
+        ("--optimizer dion3", 16, None),
+        ("--model 7b", 16, None),
+    ],
+)
+def test_a_target_is_that_of_its_step_alone(options, chips, found):
+    assert pod_bounds.target(pod.arguments(options.split()), chips) == found
 
 
 @pytest.mark.parametrize(
